@@ -49,6 +49,15 @@ class Bench(Protocol):
     @property
     def compare_cases(self) -> int: ...
 
+    def adopt(self, pair: ConfigPair) -> Readiness:
+        """Launch the pair once through the very call that serves, so that serving finds it loaded;
+        ``failed`` if that would have compiled anything."""
+
+    @property
+    def launch_us(self) -> float:
+        """Device time of the longer of the baseline's two launches, known after ``prepare``: launches longer
+        than a slice wait for deep idle."""
+
     @property
     def gpu_s(self) -> float:
         """Device seconds spent in this bench so far, every launch counted."""
