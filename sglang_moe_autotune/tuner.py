@@ -2,72 +2,287 @@
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple, Protocol
+import time
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Literal
 
-from sglang_moe_autotune.shapes import ConfigPair, Gemm, KernelConfig, MoeShape
+import msgspec
 
-Readiness = Literal["ready", "waiting", "failed"]
-"""Of a candidate's binary: launchable now; being compiled; not launchable (``Bench.reason`` says why)."""
+from sglang_moe_autotune.agenda import Agenda, Deferral, Entry, Key
+from sglang_moe_autotune.bench import Bench as Bench
+from sglang_moe_autotune.bench import BenchmarkProvider, Declined
+from sglang_moe_autotune.bench import Comparison as Comparison
+from sglang_moe_autotune.bench import Readiness as Readiness
+from sglang_moe_autotune.bench import Sample as Sample
+from sglang_moe_autotune.experience import Experience
+from sglang_moe_autotune.job import Job, JobOptions, Outcome, Phase
+from sglang_moe_autotune.prior import Prior
+from sglang_moe_autotune.records import Record, Source
+from sglang_moe_autotune.search import SearchOptions
+from sglang_moe_autotune.search_space import legal_space
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Mapping
+
+    from sglang_moe_autotune.shapes import ConfigPair, KernelConfig, MoeShape
+
+Step = Literal["worked", "waiting", "nothing"]
+"""A slice was spent; everything wanted is being compiled; nothing to do now."""
+
+class TunerOptions(msgspec.Struct, frozen=True):
+    """What the process decides once."""
+
+    min_gain: float = 0.01
+    """a row must take this fraction less than the baseline"""
+    error_rate: float = 0.005
+    """of each of the two paired tests a row passes"""
+    slice_us: float = 500.0
+    """an M whose launches are longer is stepped in deep idle only"""
+    seed: int = 0
+    """the order in which equal candidates are tried"""
+    retry_s: float = 30.0
+    """before a deferred M is tried again; doubles with each time, to an hour at most"""
+    max_faults: int = 3
+    """exceptions of the bench after which an M is left alone"""
+    second_look: int = 8
+    """an M settled here is searched once more when the shape has this many binaries it did not try; 0: never"""
+    search: SearchOptions = SearchOptions()
+    source: Source = "learned"
+    sglang: str = ""
+    driver: str = ""
 
 
-class Sample(NamedTuple):
-    """One interleaved measurement, device time of one launch each."""
+class Snapshot(msgspec.Struct, frozen=True):
+    """The tuner at a moment, for people. Keys are (slug of the shape, M)."""
 
-    candidate_us: float
-    baseline_us: float
+    queue: tuple[tuple[str, int], ...]
+    """hottest first"""
+    current: tuple[str, int] | None
+    phase: Phase | None
+    deferred: dict[tuple[str, int], str]
+    failed: tuple[tuple[str, int], ...]
+    faster: int
+    baseline: int
+    compiled: dict[str, int]
+    """configs ordered by shape"""
+    gpu_s: float
 
 
-class Comparison(NamedTuple):
-    """The candidate's output against the baseline's on the same inputs."""
+class Tuner:
+    """Feed it misses and heat, call ``step`` in idle passes; finished records go to the sink."""
 
-    ok: bool
-    error: float
-    """||out - ref|| / ||ref||; infinite where an element is not a number or was not written"""
-    tolerance: float
+    def __init__(
+        self,
+        provider: BenchmarkProvider,
+        sink: Callable[[Record], object],
+        prior: Prior | None = None,
+        options: TunerOptions | None = None,
+        *,
+        shared_memory_bytes: int | None = None,
+        space: Callable[[MoeShape], Iterable[KernelConfig]] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        unix_clock: Callable[[], float] = time.time,
+    ) -> None:
+        self.options = options or TunerOptions()
+        self.gpu_s = 0.0
+        """device seconds spent, the open bench's included"""
+        self._provider, self._sink, self._prior = provider, sink, prior or Prior()
+        self._space = space or (lambda shape: legal_space(shape, shared_memory_bytes))
+        self._clock, self._unix_clock = clock, unix_clock
+        self._agenda = Agenda(self.options.retry_s)
+        self._experience: dict[MoeShape, Experience] = {}
+        self._current: Entry | None = None
+        self._job: Job | None = None
+        self._bench: Bench | None = None
+        self._counted_s = 0.0
+        self._steps: Iterator[Step] = iter(())
 
+    # -- what to tune ----------------------------------------------------------------------------------------------
 
-class Bench(Protocol):
-    """Measures one (shape, M) against its baseline. Each method but ``close`` costs at most one slice."""
+    def add(self, shape: MoeShape, M: int, baseline: ConfigPair) -> None:  # noqa: N803
+        """Queue an M with SGLang's own answer. Nothing happens where it is queued, settled or failed already,
+        or a stored record holds against the same baseline."""
+        self._agenda.add(shape, M, baseline)
 
-    def prepare(self) -> bool:
-        """Do one step of the set-up (buffers, routings, the baseline's binaries); True when done."""
+    def heat(self, shape: MoeShape, M: int, count: int) -> None:  # noqa: N803
+        """Count servings of an M: the hottest is tuned first."""
+        self._agenda.heat((shape, M), count)
 
-    def readiness(self, gemm: Gemm, config: KernelConfig) -> Readiness:
-        """Ask for the binary of this exact launch; the first call orders it, and none blocks."""
+    def learn(self, record: Record) -> None:
+        """Take a stored record: its M is not searched again while SGLang's answer there is the record's baseline,
+        and its winner races first at other M."""
+        self._agenda.stored[record.shape, record.M] = record
+        if (experience := self._experience.get(record.shape)) is not None:
+            experience.recall(record)
 
-    def reason(self, gemm: Gemm, config: KernelConfig) -> str:
-        """Why the readiness is ``failed``, for the log and the record."""
-
-    def measure(self, gemm: Gemm, config: KernelConfig, count: int) -> list[Sample]:
-        """Up to ``count`` paired samples, as many as fit the slice; empty when this slice only warmed up
-        or was dirty. The config must be ready."""
-
-    def compare(self, pair: ConfigPair, case: int) -> Comparison | None:
-        """One step of comparing the outputs in routing case 0, 1, ... ``compare_cases`` - 1; None while
-        this case needs more slices."""
+    def settled(self, shape: MoeShape, M: int) -> None:  # noqa: N803
+        """Never tune this M, whatever its baseline."""
+        if self._current is not None and self._current.key == (shape, M):
+            self.abandon()
+        self._agenda.close((shape, M))
 
     @property
-    def compare_cases(self) -> int: ...
+    def deferred(self) -> Mapping[Key, Deferral]:
+        """What cannot be tuned now, with the reason; it is tried again later."""
+        return MappingProxyType(self._agenda.deferred)
 
-    def adopt(self, pair: ConfigPair) -> Readiness:
-        """Launch the pair once through the very call that serves, so that serving finds it loaded;
-        ``failed`` if that would have compiled anything."""
+    def experience(self, shape: MoeShape) -> Experience:
+        """What is known of a shape so far."""
+        if shape not in self._experience:
+            self._experience[shape] = Experience(self._space(shape))
+            for (other, _), record in self._agenda.stored.items():
+                if other == shape:
+                    self._experience[shape].recall(record)
+        return self._experience[shape]
 
-    @property
-    def launch_us(self) -> float:
-        """Device time of the longer of the baseline's two launches, known after ``prepare``: launches longer
-        than a slice wait for deep idle."""
+    def gpu_s_per_m(self, shape: MoeShape) -> dict[int, float]:
+        """Device seconds spent on each M of a shape."""
+        return {m: entry.gpu_s for (other, m), entry in self._agenda.entries.items() if other == shape}
 
-    @property
-    def gpu_s(self) -> float:
-        """Device seconds spent in this bench so far, every launch counted."""
+    # -- one slice -------------------------------------------------------------------------------------------------
 
-    def close(self) -> None:
-        """Give back the buffers."""
+    def step(self, deep_idle: bool) -> Step:
+        """At most one slice. Exceptions of the bench propagate: its job is dropped, and the tuner stays usable."""
+        if not self._may_go_on(deep_idle):
+            return "nothing"
+        entry, clean = self._current, False
+        try:
+            result = next(self._steps, None)
+            clean = True
+        except Declined as declined:
+            clean, result = True, None
+            if entry is not None:
+                self._agenda.defer(entry, str(declined), self._clock())
+        finally:
+            if not clean:
+                self._fault()
+        if result is None:
+            self._close()
+            return "worked"
+        self._account()
+        return result
 
+    def _may_go_on(self, deep_idle: bool) -> bool:
+        """Is there a job for this step, after choosing one or giving way where needed?"""
+        if self._current is not None and self._current.long and not deep_idle:
+            if not self._agenda.has_short():
+                return False
+            self.abandon()
+        if self._current is None:
+            now_s = self._clock()
+            if self._agenda.resting(now_s, deep_idle=deep_idle):
+                return False
+            self._current = self._agenda.next_entry(now_s, self._worth_a_second_look, deep_idle=deep_idle)
+            if self._current is not None:
+                self._steps = self._run(self._current)
+        return self._current is not None
 
-class BenchmarkProvider(Protocol):
-    """The seam to the device. ``benchmark`` is the real one, ``landscape`` replays a recording."""
+    def abandon(self) -> None:
+        """Close the current bench at once; the job starts again later from what was measured."""
+        self._close()
+        self._agenda.wake()
 
-    def open(self, shape: MoeShape, M: int, baseline: ConfigPair) -> Bench | str:  # noqa: N803
-        """A bench, or the reason why this M cannot be tuned now (no memory, no live layer, ...)."""
+    def snapshot(self) -> Snapshot:
+        """For status; costs a sort of the queue."""
+        agenda = self._agenda
+        learned = {key: entry.record for key, entry in agenda.entries.items() if entry.record is not None}
+        verdicts = [record.verdict for record in (agenda.stored | learned).values()]
+        return Snapshot(
+            queue=tuple((e.shape.slug, e.M) for e in agenda.queued()),
+            current=(self._current.shape.slug, self._current.M) if self._current else None,
+            phase=self._job.phase if self._job else None,
+            deferred={(shape.slug, m): d.reason for (shape, m), d in agenda.deferred.items()},
+            failed=tuple((e.shape.slug, e.M) for e in agenda.entries.values() if e.state == "failed"),
+            faster=verdicts.count("faster"),
+            baseline=verdicts.count("baseline"),
+            compiled={shape.slug: len(e.ordered) for shape, e in self._experience.items()},
+            gpu_s=self.gpu_s,
+        )
+
+    # -- jobs ------------------------------------------------------------------------------------------------------
+
+    def _worth_a_second_look(self, entry: Entry) -> bool:
+        """Has the shape grown enough binaries that this M, settled here, did not try?"""
+        if not self.options.second_look or entry.record is None:
+            return False
+        return len(self.experience(entry.shape).ordered) - entry.looked >= self.options.second_look
+
+    def _run(self, entry: Entry) -> Iterator[Step]:
+        second_look = entry.state == "settled"
+        experience = self.experience(entry.shape)
+        yield "worked"
+        baseline = experience.chosen[entry.M] if second_look else entry.baseline
+        bench = self._provider.open(entry.shape, entry.M, baseline)
+        if isinstance(bench, str):
+            raise Declined(bench)
+        self._bench = bench
+        self._agenda.deferred.pop(entry.key, None)
+        job = Job(
+            entry.shape,
+            entry.M,
+            baseline,
+            bench,
+            experience,
+            self._prior,
+            JobOptions(
+                self.options.min_gain / 2 if second_look and baseline != entry.baseline else self.options.min_gain,
+                self.options.error_rate,
+                search=msgspec.structs.replace(self.options.search, seed=self.options.seed),
+            ),
+            self._clock,
+            second_look=second_look,
+        )
+        self._job = job
+        for progress in job.steps():
+            if job.prepared and not entry.long and bench.launch_us > self.options.slice_us:
+                self._agenda.note_long(entry)
+            yield progress
+        entry.looked = len(experience.ordered)
+        self._account()
+        if job.outcome is not None and not (second_look and job.outcome.pair == baseline):
+            self._settle(entry, experience, job.outcome)
+
+    def _settle(self, entry: Entry, experience: Experience, outcome: Outcome) -> None:
+        """Hand the record to the sink; only then is the M done, so that a failing sink loses nothing."""
+        before = entry.record.evidence if entry.record else None
+        record = Record(
+            shape=entry.shape,
+            M=entry.M,
+            verdict="baseline" if outcome.pair == entry.baseline else "faster",
+            pair=outcome.pair,
+            baseline=entry.baseline,
+            evidence=outcome.evidence(entry.gpu_s, before),
+            source=self.options.source,
+            sglang=self.options.sglang,
+            driver=self.options.driver,
+            unix_s=self._unix_clock(),
+        )
+        self._sink(record)
+        entry.record, entry.state = record, "settled"
+        experience.chosen[entry.M] = outcome.pair
+
+    def _account(self) -> None:
+        """Bring the device seconds of the open bench onto the tuner's and the entry's account."""
+        if self._bench is not None and self._current is not None:
+            fresh_s = self._bench.gpu_s - self._counted_s
+            self._counted_s += fresh_s
+            self._current.gpu_s += fresh_s
+            self.gpu_s += fresh_s
+
+    def _close(self) -> None:
+        self._account()
+        bench, self._bench, self._current, self._job = self._bench, None, None, None
+        self._steps, self._counted_s = iter(()), 0.0
+        if bench is not None:
+            bench.close()
+
+    def _fault(self) -> None:
+        entry = self._current
+        self._close()
+        if entry is not None:
+            entry.faults += 1
+            if entry.faults >= self.options.max_faults:
+                entry.state = "failed"
+                self._agenda.deferred.pop(entry.key, None)
+            else:
+                self._agenda.defer(entry, f"fault {entry.faults} of its bench", self._clock())

@@ -1,0 +1,133 @@
+"""The agenda: which (shape, M) wait to be tuned, which are put off, and which is next. Pure bookkeeping."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final, Literal
+
+import msgspec
+
+from sglang_moe_autotune.shapes import ConfigPair, MoeShape
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from sglang_moe_autotune.records import Record
+
+State = Literal["queued", "settled", "failed"]
+
+Key = tuple[MoeShape, int]
+
+_NEVER: Final = float("inf")
+_LONGEST_WAIT_S: Final = 3600.0
+
+
+class Deferral(msgspec.Struct, frozen=True):
+    """Why an M is not tuned now."""
+
+    reason: str
+    retry_at_s: float
+    """on the tuner's clock"""
+    times: int
+
+
+class Entry:
+    """What is kept of one (shape, M)."""
+
+    __slots__ = ("M", "baseline", "faults", "gpu_s", "long", "looked", "record", "shape", "state")
+
+    def __init__(self, shape: MoeShape, M: int, baseline: ConfigPair) -> None:  # noqa: N803
+        self.shape, self.M, self.baseline = shape, M, baseline
+        self.state: State = "queued"
+        self.faults = 0
+        self.long = False
+        """its launches are longer than a slice: for deep idle"""
+        self.gpu_s = 0.0
+        self.record: Record | None = None
+        """learned here, not one from the store"""
+        self.looked = 0
+        """configs that the shape had when this M was last searched"""
+
+    @property
+    def key(self) -> Key:
+        return self.shape, self.M
+
+
+class Agenda:
+    """Entries, heat and deferrals. ``next_entry`` is asked once a job; ``resting`` is what an idle pass costs."""
+
+    def __init__(self, retry_s: float) -> None:
+        self.entries: dict[Key, Entry] = {}
+        self.stored: dict[Key, Record] = {}
+        self.deferred: dict[Key, Deferral] = {}
+        self._retry_s = retry_s
+        self._heat: dict[Key, int] = {}
+        self._closed: set[Key] = set()
+        self._rest_until_s = {False: 0.0, True: 0.0}
+
+    def add(self, shape: MoeShape, M: int, baseline: ConfigPair) -> None:  # noqa: N803
+        """Queue an M, unless it is known here, closed, or a stored record holds against the same baseline."""
+        key = (shape, M)
+        stored = self.stored.get(key)
+        if key in self.entries or key in self._closed:
+            return
+        if stored is None or (stored.source != "pinned" and stored.baseline != baseline):
+            self.entries[key] = Entry(shape, M, baseline)
+            self.wake()
+
+    def heat(self, key: Key, count: int) -> None:
+        self._heat[key] = self._heat.get(key, 0) + count
+
+    def close(self, key: Key) -> None:
+        """Never offer this one."""
+        self._closed.add(key)
+        self.entries.pop(key, None)
+        self.deferred.pop(key, None)
+
+    def defer(self, entry: Entry, reason: str, now_s: float) -> None:
+        """Put off: the wait doubles with each time in a row."""
+        times = self.deferred[entry.key].times + 1 if entry.key in self.deferred else 1
+        wait_s = min(_LONGEST_WAIT_S, self._retry_s * 2.0 ** (times - 1))
+        self.deferred[entry.key] = Deferral(reason, now_s + wait_s, times)
+        self.wake()
+
+    def note_long(self, entry: Entry) -> None:
+        """More tokens take no less time: larger M of the shape need not be opened to find out."""
+        for other in self.entries.values():
+            other.long = other.long or (other.shape == entry.shape and other.M >= entry.M)
+
+    def queued(self) -> list[Entry]:
+        """What has no answer yet, the hottest first, equals in the order of arrival."""
+        return sorted((e for e in self.entries.values() if e.state == "queued"), key=self._order)
+
+    def has_short(self) -> bool:
+        """Is anything queued that may run outside deep idle?"""
+        return any(not e.long and e.key not in self.deferred for e in self._in_state("queued"))
+
+    def resting(self, now_s: float, *, deep_idle: bool) -> bool:
+        """True while ``next_entry`` would find nothing; costs one comparison."""
+        return now_s < self._rest_until_s[deep_idle]
+
+    def wake(self) -> None:
+        self._rest_until_s = {False: 0.0, True: 0.0}
+
+    def next_entry(self, now_s: float, again: Callable[[Entry], bool], *, deep_idle: bool) -> Entry | None:
+        """The hottest without an answer; when there is none, a settled one for which ``again`` holds."""
+        found = [e for e in self._in_state("queued") if self._ripe(e, now_s, deep_idle=deep_idle)]
+        if not found and all(e.key in self.deferred for e in self._in_state("queued")):
+            settled = self._in_state("settled")
+            found = [e for e in settled if again(e) and self._ripe(e, now_s, deep_idle=deep_idle)]
+        if found:
+            return min(found, key=self._order)
+        times = (d.retry_at_s for key, d in self.deferred.items() if deep_idle or not self.entries[key].long)
+        self._rest_until_s[deep_idle] = min((t for t in times if t > now_s), default=_NEVER)
+        return None
+
+    def _ripe(self, entry: Entry, now_s: float, *, deep_idle: bool) -> bool:
+        deferral = self.deferred.get(entry.key)
+        return (deep_idle or not entry.long) and (deferral is None or deferral.retry_at_s <= now_s)
+
+    def _in_state(self, state: State) -> Iterator[Entry]:
+        return (e for e in self.entries.values() if e.state == state)
+
+    def _order(self, entry: Entry) -> int:
+        return -self._heat.get(entry.key, 0)

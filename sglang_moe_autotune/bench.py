@@ -1,0 +1,78 @@
+"""The seam to the device: what the tuner asks of a bench, and of whoever opens benches. Pure."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
+
+if TYPE_CHECKING:
+    from sglang_moe_autotune.shapes import ConfigPair, Gemm, KernelConfig, MoeShape
+
+Readiness = Literal["ready", "waiting", "failed"]
+"""Of a candidate's binary: launchable now; being compiled; not launchable (``Bench.reason`` says why)."""
+
+
+class Sample(NamedTuple):
+    """One interleaved measurement, device time of one launch each."""
+
+    candidate_us: float
+    baseline_us: float
+
+
+class Comparison(NamedTuple):
+    """The candidate's output against the baseline's on the same inputs."""
+
+    ok: bool
+    error: float
+    """||out - ref|| / ||ref||; infinite where an element is not a number or was not written"""
+    tolerance: float
+
+
+class Declined(Exception):  # noqa: N818 - an answer, not a fault
+    """Raised by a bench method: this M cannot be tuned now, for the reason given; the job is deferred."""
+
+
+class Bench(Protocol):
+    """Measures one (shape, M) against its baseline. Each method but ``close`` costs at most one slice."""
+
+    def prepare(self) -> bool:
+        """Do one step of the set-up (buffers, routings, the baseline's binaries); True when done."""
+
+    def readiness(self, gemm: Gemm, config: KernelConfig) -> Readiness:
+        """Ask for the binary of this exact launch; the first call orders it, and none blocks."""
+
+    def reason(self, gemm: Gemm, config: KernelConfig) -> str:
+        """Why the readiness is ``failed``, for the log and the record."""
+
+    def measure(self, gemm: Gemm, config: KernelConfig, count: int) -> list[Sample]:
+        """Up to ``count`` paired samples, as many as fit the slice; empty when this slice only warmed up
+        or was dirty. The config must be ready."""
+
+    def compare(self, pair: ConfigPair, case: int) -> Comparison | None:
+        """One step of comparing the outputs in routing case 0, 1, ... ``compare_cases`` - 1; None while
+        this case needs more slices."""
+
+    @property
+    def compare_cases(self) -> int: ...
+
+    def adopt(self, pair: ConfigPair) -> Readiness:
+        """Launch the pair once through the very call that serves, so that serving finds it loaded;
+        ``failed`` if that would have compiled anything."""
+
+    @property
+    def launch_us(self) -> float:
+        """Device time of the longer of the baseline's two launches, known after ``prepare``: launches longer
+        than a slice wait for deep idle."""
+
+    @property
+    def gpu_s(self) -> float:
+        """Device seconds spent in this bench so far, every launch counted."""
+
+    def close(self) -> None:
+        """Give back the buffers."""
+
+
+class BenchmarkProvider(Protocol):
+    """The seam to the device. ``benchmark`` is the real one, ``landscape`` replays a recording."""
+
+    def open(self, shape: MoeShape, M: int, baseline: ConfigPair) -> Bench | str:  # noqa: N803
+        """A bench, or the reason why this M cannot be tuned now (no memory, no live layer, ...)."""

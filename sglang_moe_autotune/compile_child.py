@@ -1,0 +1,133 @@
+"""The process that compiles: no CUDA, niced, dead with the server that started it.
+
+Reads one JSON object a line on stdin (a binary as ``launch.encode`` writes it) and answers one a line on
+stdout: {"hash", "ok", "shared_bytes", "seconds", "error"}. The binary ends up in Triton's disk cache, where
+the server finds it by its hash. Run as ``python -m sglang_moe_autotune.compile_child PARENT_PID PROCESSES``.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import multiprocessing
+import os
+import signal
+import sys
+import time
+import warnings
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from types import SimpleNamespace
+from typing import Any
+
+_PR_SET_PDEATHSIG = 1
+
+
+def die_with_parent(parent: int) -> None:
+    """Ask the kernel to end this process when its parent ends; leave now if it has ended already."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(0)
+
+
+class StubDriver:
+    """A Triton driver that names the server's GPU and touches none."""
+
+    def __init__(self, target: Any) -> None:
+        self._target = target
+        self.utils = SimpleNamespace(get_device_properties=lambda _device: {})
+
+    def get_current_target(self) -> Any:
+        return self._target
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, _device: int) -> int:
+        return 0
+
+
+def build(order: dict[str, Any]) -> dict[str, Any]:
+    """Compile one order; every failure is an answer, because a candidate may be impossible."""
+    start = time.perf_counter()
+    answer: dict[str, Any] = {"hash": order.get("hash"), "ok": False, "shared_bytes": None, "error": None}
+    try:
+        import triton  # noqa: PLC0415 - the child pays for it once, after it is niced
+
+        from sglang_moe_autotune import launch  # noqa: PLC0415 - as above
+
+        binary = launch.decode(order)
+        triton.runtime.driver.set_active(StubDriver(binary.target))
+        if binary.hash == order["hash"]:
+            compiled = launch.load(binary)
+            _build_launcher(binary.source, compiled.metadata)
+            answer |= {"ok": True, "shared_bytes": compiled.metadata.shared}
+        else:
+            answer["error"] = f"this process would name the binary {binary.hash}: its Triton or kernel source differs"
+    except Exception as error:  # noqa: BLE001 - Triton, LLVM and ptxas raise anything; the server gets the text
+        answer["error"] = f"{type(error).__name__}: {error}"[:500]
+    answer["seconds"] = round(time.perf_counter() - start, 3)
+    return answer
+
+
+def _build_launcher(source: Any, metadata: Any) -> None:
+    """Build the C launcher here too: Triton before 3.7 would run a C compiler in the server at the first launch."""
+    from triton.backends.nvidia import driver  # noqa: PLC0415 - CUDA only
+
+    if not hasattr(driver, "make_launcher"):
+        return
+    try:
+        driver.library_dirs()
+    except (AssertionError, OSError):
+        return  # no CUDA driver library here: nothing could be launched on this machine either
+    driver.CudaLauncher(source, metadata)
+
+
+def _start_worker(parent: int) -> None:
+    die_with_parent(parent)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def main() -> None:
+    parent, processes = int(sys.argv[1]), int(sys.argv[2])
+    die_with_parent(parent)
+    os.nice(19)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)  # SGLang and compilers print to stdout, which carries the answers
+    warnings.simplefilter("ignore")
+    context = multiprocessing.get_context("fork")
+    pool: ProcessPoolExecutor | None = None
+    for line in sys.stdin:
+        order = json.loads(line)
+        if pool is None:
+            _import_kernels(order)
+            pool = ProcessPoolExecutor(processes, context, _start_worker, (os.getpid(),))
+
+        def answer(future: Future[dict[str, Any]], order: dict[str, Any] = order) -> None:
+            failure = future.exception()
+            if failure is None:
+                result = future.result()
+            else:
+                result = {"hash": order["hash"], "ok": False, "error": f"the compiler process died: {failure}"}
+            answers.write(json.dumps(result) + "\n")
+
+        try:
+            future = pool.submit(build, order)
+        except BrokenProcessPool:
+            pool = ProcessPoolExecutor(processes, context, _start_worker, (os.getpid(),))
+            future = pool.submit(build, order)
+        future.add_done_callback(answer)
+
+
+def _import_kernels(order: dict[str, Any]) -> None:
+    """Import once, before the workers are forked; a failure comes back with each order instead."""
+    import contextlib  # noqa: PLC0415 - used here only
+    import importlib  # noqa: PLC0415 - used here only
+
+    with contextlib.suppress(ImportError):
+        importlib.import_module(order["module"])
+
+
+if __name__ == "__main__":
+    main()

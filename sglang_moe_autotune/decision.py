@@ -1,0 +1,107 @@
+"""The decision: a sequential paired test of a pair against the baseline, with a stated error rate.
+
+Each sample is the ratio of (up + down) candidate to (up + down) baseline, measured in turn, so that a drift of
+the clocks that both feel cancels. The test asks for the median ratio and bounds it by order statistics: exact
+whatever the shape of the noise, as long as samples are independent. It looks at a few fixed counts and
+spends its error rate in equal parts over them. ``faster`` needs a lower bound of the gain above zero and an
+estimate of at least the minimum gain; everything else is a ``tie``, and a tie keeps the incumbent.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+from statistics import median
+from typing import TYPE_CHECKING, Final, Literal, NamedTuple
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from sglang_moe_autotune.bench import Sample
+
+Outcome = Literal["undecided", "faster", "tie"]
+
+LOOKS: Final = (12, 24, 48, 96, 192)
+"""Counts of samples at which the test may end."""
+
+
+class Estimate(NamedTuple):
+    """The gain 1 - candidate/baseline with its bounds, as fractions."""
+
+    gain: float
+    low: float
+    high: float
+
+
+class PairedTest:
+    """Feed it samples of both GEMMs; read ``outcome``. For a confirmation start a second one from nothing."""
+
+    def __init__(self, min_gain: float, error_rate: float = 0.005) -> None:
+        """min_gain, error_rate: fractions; the rate is of saying ``faster`` of a pair that is not."""
+        self._min_gain = min_gain
+        self._error_per_look = error_rate / len(LOOKS)
+        self._up: list[Sample] = []
+        self._down: list[Sample] = []
+        self._looked = 0
+        self.outcome: Outcome = "undecided"
+        self.estimate = Estimate(0.0, -math.inf, 1.0)
+
+    @property
+    def samples(self) -> int:
+        """Pairs of up and down so far."""
+        return min(len(self._up), len(self._down))
+
+    @property
+    def wanted(self) -> tuple[int, int]:
+        """How many more samples of (up, down) the next look needs; (0, 0) when it has decided."""
+        if self.outcome != "undecided":
+            return 0, 0
+        goal = LOOKS[self._looked]
+        return max(0, goal - len(self._up)), max(0, goal - len(self._down))
+
+    @property
+    def baseline_us(self) -> float:
+        """The median of the baseline's up + down, in microseconds; 0 before the first look."""
+        return median(u.baseline_us + d.baseline_us for u, d in self._both()) if self.samples else 0.0
+
+    def add(self, up: Iterable[Sample] = (), down: Iterable[Sample] = ()) -> Outcome:
+        """Add samples of either GEMM and look if a count is reached."""
+        self._up.extend(up)
+        self._down.extend(down)
+        while self.outcome == "undecided" and self.samples >= LOOKS[self._looked]:
+            self._look(LOOKS[self._looked])
+        return self.outcome
+
+    def _look(self, count: int) -> None:
+        logs = sorted(
+            math.log((u.candidate_us + d.candidate_us) / (u.baseline_us + d.baseline_us))
+            for u, d in self._both()[:count]
+        )
+        trimmed = beyond(count, self._error_per_look)
+        gain, low, high = (1 - math.exp(log) for log in (median(logs), logs[-1 - trimmed], logs[trimmed]))
+        self.estimate = Estimate(gain, low, high)
+        self._looked += 1
+        if low > 0 and gain >= self._min_gain:
+            self.outcome = "faster"
+        elif high < self._min_gain or self._looked == len(LOOKS):
+            self.outcome = "tie"
+
+    def _both(self) -> list[tuple[Sample, Sample]]:
+        return list(zip(self._up, self._down, strict=False))
+
+
+@lru_cache
+def beyond(count: int, error_rate: float) -> int:
+    """How many order statistics may be left out on a side so that the median exceeds the bound with at most this rate.
+
+    The largest k with P(Binomial(count, 1/2) <= k) <= error_rate (Conover, the sign test inverted). Raises
+    ValueError where even the outermost sample is no bound.
+    """
+    tail = 0.0
+    for k in range(count):
+        tail += math.comb(count, k) / 2**count
+        if tail > error_rate:
+            if k == 0:
+                raise ValueError(f"{count} samples cannot bound a median at an error rate of {error_rate:g}; raise it")
+            return k - 1
+    return count - 1

@@ -1,0 +1,241 @@
+"""The job: one (shape, M) from the first slice to a record, as a generator that yields between slices.
+
+Search, then the best pair against the baseline: paired test, outputs compared in every case, a second test with
+fresh samples, adoption. A pair that is refused makes way for the next one; what is not clearly faster ends the
+job with the baseline.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Generator
+from typing import TYPE_CHECKING, Final, Literal
+
+import msgspec
+
+from sglang_moe_autotune.decision import Estimate, PairedTest
+from sglang_moe_autotune.records import Evidence
+from sglang_moe_autotune.search import Search, SearchOptions
+from sglang_moe_autotune.shapes import GEMMS, ConfigPair, MoeShape
+
+if TYPE_CHECKING:
+    from sglang_moe_autotune.bench import Bench, Comparison
+    from sglang_moe_autotune.experience import Experience, Trial
+    from sglang_moe_autotune.prior import Prior
+
+Progress = Literal["worked", "waiting"]
+"""What a step did: a slice of work, or a look at something that is not ready."""
+
+Phase = Literal["preparing", "searching", "deciding", "comparing", "confirming", "adopting"]
+
+Steps = Generator[Progress, None, None]
+
+_NO_GAIN: Final = Estimate(0.0, 0.0, 0.0)
+_DIRTY_LIMIT: Final = 200
+"""Empty measurements in a row after which a trial counts as not measurable: the job must end some time."""
+
+
+class JobOptions(msgspec.Struct, frozen=True):
+    """How a pair must prove itself."""
+
+    min_gain: float = 0.01
+    """of up + down, as a fraction; less is a tie"""
+    error_rate: float = 0.005
+    """of each of the two tests"""
+    pairs: int = 3
+    """tried in turn where outputs disagree or adoption fails"""
+    poll_s: float = 0.02
+    """between two looks at binaries that were all being compiled"""
+    search: SearchOptions = SearchOptions()
+
+
+class Outcome(msgspec.Struct, frozen=True):
+    """How a job ended. ``pair`` is the baseline where nothing was clearly faster."""
+
+    pair: ConfigPair
+    estimate: Estimate
+    baseline_us: float
+    samples: int
+    measured: int
+    comparison: Comparison | None = None
+    """the one with the largest error; None for the baseline"""
+
+
+    def evidence(self, gpu_s: float, before: Evidence | None) -> Evidence:
+        """For the record. ``before``: of the pair this job was measured against, whose gain comes on top."""
+        gain, low, high = self.estimate
+        baseline_us, samples = self.baseline_us, self.samples
+        if before is not None:
+            baseline_us, samples = before.baseline_us, samples + before.samples
+            gain, low, high = (
+                1 - (1 - first) * (1 - then)
+                for first, then in ((before.gain, gain), (before.gain_low, low), (before.gain_high, high))
+            )
+        return Evidence(
+            baseline_us=baseline_us,
+            chosen_us=baseline_us * (1 - gain),
+            gain=gain,
+            gain_low=low,
+            gain_high=high,
+            samples=samples,
+            measured=self.measured,
+            gpu_s=gpu_s,
+            max_error=self.comparison.error if self.comparison else None,
+            tolerance=self.comparison.tolerance if self.comparison else None,
+        )
+
+
+class Job:
+    """Run ``steps`` to its end, then read ``outcome``. The bench stays the caller's to close."""
+
+    def __init__(
+        self,
+        shape: MoeShape,
+        M: int,  # noqa: N803
+        baseline: ConfigPair,
+        bench: Bench,
+        experience: Experience,
+        prior: Prior,
+        options: JobOptions,
+        clock: Callable[[], float],
+        *,
+        second_look: bool = False,
+    ) -> None:
+        self.shape, self.M, self.baseline = shape, M, baseline
+        self.phase: Phase = "preparing"
+        self.prepared = False
+        self.outcome: Outcome | None = None
+        self.refused: dict[ConfigPair, str] = {}
+        """pairs that were faster and were not taken, with the reason"""
+        self._bench, self._experience, self._prior = bench, experience, prior
+        self._options, self._clock = options, clock
+        self._second_look = second_look
+
+    def steps(self) -> Steps:
+        """One bench call at most between two yields."""
+        while not self._bench.prepare():
+            yield "worked"
+        self.prepared = True
+        yield "worked"
+        while not self._prior.load_step(self.shape):
+            yield "worked"
+        search = Search(
+            self.shape,
+            self.M,
+            self.baseline,
+            self._experience,
+            self._prior,
+            self._options.search,
+            compile_new=not self._second_look,
+        )
+        self.phase = "searching"
+        yield from self._race(search)
+        self.outcome = Outcome(self.baseline, _NO_GAIN, search.baseline_us, 0, search.measured)
+        for pair, _ in search.ranked(self._options.pairs):
+            if pair == self.baseline:
+                break
+            if (yield from self._judge(pair, search.measured)):
+                break
+
+    # -- measuring -------------------------------------------------------------------------------------------------
+
+    def _race(self, search: Search) -> Steps:
+        ready: set[Trial] = set()
+        while True:
+            wanted = search.ask()
+            if search.done:
+                return
+            if not wanted:
+                yield "worked"
+            waiting = deque(wanted)
+            fruitless = 0
+            while waiting:
+                trial = waiting.popleft()
+                if not search.count(trial):
+                    continue
+                if trial not in ready:
+                    state = self._bench.readiness(*trial)
+                    if state == "waiting":
+                        waiting.append(trial)
+                        fruitless += 1
+                        yield "worked"
+                        if fruitless >= len(waiting):
+                            fruitless = 0
+                            yield from self._rest()
+                        continue
+                    fruitless = 0
+                    if state == "failed":
+                        search.fail(trial, self._bench.reason(*trial))
+                        yield "worked"
+                        continue
+                    ready.add(trial)
+                    yield "worked"
+                yield from self._measure(search, trial)
+
+    def _measure(self, search: Search, trial: Trial) -> Steps:
+        dirty = 0
+        while count := search.count(trial):
+            if samples := self._bench.measure(*trial, count):
+                search.tell(trial, samples)
+                dirty = 0
+            elif (dirty := dirty + 1) >= _DIRTY_LIMIT:
+                search.drop(trial)
+            yield "worked"
+
+    def _rest(self) -> Steps:
+        until_s = self._clock() + self._options.poll_s
+        while self._clock() < until_s:
+            yield "waiting"
+
+    # -- judging ---------------------------------------------------------------------------------------------------
+
+    def _judge(self, pair: ConfigPair, measured: int) -> Generator[Progress, None, bool]:
+        """Put one pair through all tests; True when the job is over with it, False when the next may try."""
+        self.phase = "deciding"
+        first = yield from self._test(pair)
+        if first.outcome != "faster":
+            self._note_tie(first, measured)
+            return True
+        self.phase = "comparing"
+        worst: Comparison | None = None
+        for case in range(self._bench.compare_cases):
+            while (comparison := self._bench.compare(pair, case)) is None:
+                yield "worked"
+            yield "worked"
+            if not comparison.ok:
+                self.refused[pair] = f"its output differs by {comparison.error:.3g} in case {case}"
+                return False
+            if worst is None or comparison.error > worst.error:
+                worst = comparison
+        self.phase = "confirming"
+        second = yield from self._test(pair)
+        if second.outcome != "faster":
+            self._note_tie(second, measured)
+            return True
+        self.phase = "adopting"
+        while (state := self._bench.adopt(pair)) == "waiting":
+            yield "worked"
+            yield from self._rest()
+        yield "worked"
+        if state == "failed":
+            self.refused[pair] = "serving would have had to compile it"
+            return False
+        samples = first.samples + second.samples
+        self.outcome = Outcome(pair, second.estimate, second.baseline_us, samples, measured, worst)
+        return True
+
+    def _test(self, pair: ConfigPair) -> Generator[Progress, None, PairedTest]:
+        """A paired test from nothing, the two GEMMs measured in alternate slices."""
+        test = PairedTest(self._options.min_gain, self._options.error_rate)
+        dirty = 0
+        while test.outcome == "undecided" and dirty < _DIRTY_LIMIT:
+            for gemm, count in zip(GEMMS, test.wanted, strict=True):
+                if count:
+                    samples = self._bench.measure(gemm, pair.of(gemm), count)
+                    dirty = 0 if samples else dirty + 1
+                    test.add(**{gemm: samples})
+                    yield "worked"
+        return test
+
+    def _note_tie(self, test: PairedTest, measured: int) -> None:
+        self.outcome = Outcome(self.baseline, _NO_GAIN, test.baseline_us, test.samples, measured)

@@ -1,0 +1,41 @@
+"""Counts what Triton compiles in this process, and how much of that was done for tuning (which must be none)."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from triton import knobs
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+
+class CompileCount:
+    """Triton's compilation listener, chained to one that was there before."""
+
+    def __init__(self) -> None:
+        self.compiled = 0
+        self.for_tuning = 0
+        self._tuning = False
+        self._next: Callable[..., None] | None = None
+
+    def install(self) -> None:
+        self._next = knobs.compilation.listener
+        knobs.compilation.listener = self
+
+    @contextmanager
+    def tuning(self) -> Iterator[None]:
+        """What is compiled inside is counted as done for tuning."""
+        self._tuning = True
+        try:
+            yield
+        finally:
+            self._tuning = False
+
+    def __call__(self, *, cache_hit: bool, **rest: Any) -> None:
+        if not cache_hit:
+            self.compiled += 1
+            self.for_tuning += self._tuning
+        if self._next is not None:
+            self._next(cache_hit=cache_hit, **rest)

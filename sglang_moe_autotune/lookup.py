@@ -1,0 +1,114 @@
+"""The overlay on SGLang's config lookup: a dictionary hit for a learned M, a count for a missed one.
+
+Pure, and on the hot path: no I/O, no lock, no device call; legal while a stream is being captured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+from sglang_moe_autotune.shapes import ConfigPair, KernelConfig
+
+
+class CallKey(NamedTuple):
+    """The arguments of ``try_get_optimal_moe_config`` that name a layer; M is asked for apart."""
+
+    w1_shape: tuple[int, int, int]
+    w2_shape: tuple[int, int, int]
+    top_k: int
+    dtype: str | None
+    block_shape: tuple[int, int] | None
+    per_channel_quant: bool
+
+    @property
+    def synthetic(self) -> bool:
+        """A call that stands for no layer: LoRA's virtual experts pass one weight twice."""
+        return self.w1_shape == self.w2_shape or not len(self.w1_shape) == len(self.w2_shape) == 3
+
+
+Answer = Mapping[str, Any]
+
+
+class Missed(NamedTuple):
+    """SGLang's own answer to a call that no learned row answered."""
+
+    key: CallKey
+    M: int
+    baseline: ConfigPair | None
+    """None where SGLang answered with something that is no pair (a TMA row, a moved return shape)"""
+
+
+class Lookup:
+    """Learned rows by call, and what was missed.
+
+    ``publish`` swaps one reference, so a reader sees the old table or the new one, never a mixture.
+    """
+
+    def __init__(self) -> None:
+        self._table: dict[CallKey, dict[int, ConfigPair]] = {}
+        self.epoch = 0
+        self.hits = 0
+        self.missed: dict[tuple[CallKey, int], int] = {}
+        self.seen: list[Missed] = []
+        """first misses of a (call, M) since they were last taken; the tuner takes them at its next idle pass"""
+
+    def answer(self, key: CallKey, M: int, return_down_config: bool) -> Any | None:  # noqa: N803
+        """A fresh answer in SGLang's return shape, or None for a miss."""
+        rows = self._table.get(key)
+        if rows is None or (pair := rows.get(M)) is None:
+            return None
+        self.hits += 1
+        if not return_down_config:
+            return pair.up.to_dict()
+        return pair.up.to_dict(), (pair.down.to_dict(), pair.down.BLOCK_SIZE_M)
+
+    def miss(self, key: CallKey, M: int, answer: Any) -> None:  # noqa: N803
+        """Count a call that SGLang answered; the first one of an M keeps the answer as its baseline."""
+        place = (key, M)
+        count = self.missed.get(place, 0)
+        self.missed[place] = count + 1
+        if count == 0:
+            self.seen.append(Missed(key, M, read_answer(answer)))
+
+    def take_seen(self) -> list[Missed]:
+        seen, self.seen = self.seen, []
+        return seen
+
+    def rows(self) -> Mapping[CallKey, Mapping[int, ConfigPair]]:
+        return self._table
+
+    def publish(self, changes: Iterable[tuple[CallKey, int, ConfigPair | None]]) -> None:
+        """Swap in a table with these rows set (or taken back, where None)."""
+        table = dict(self._table)
+        for key, M, pair in changes:  # noqa: N806
+            rows = dict(table.get(key, {}))
+            if pair is None:
+                rows.pop(M, None)
+            else:
+                rows[M] = pair
+            table[key] = rows
+        self._table = table
+        self.epoch += 1
+
+
+def read_answer(answer: Any) -> ConfigPair | None:
+    """SGLang's answer as a pair: ``config`` or ``(config, (down_config | None, max_block_m))``."""
+    down: Any = None
+    if isinstance(answer, tuple):
+        match answer:
+            case (dict() as up, (down, _)):
+                pass
+            case _:
+                return None
+    else:
+        up = answer
+    if not isinstance(up, dict) or (down is not None and not isinstance(down, dict)):
+        return None
+    if "USE_TMA" in up or (down is not None and "USE_TMA" in down):
+        return None
+    try:
+        first = KernelConfig.from_dict(up)
+        return ConfigPair(first, KernelConfig.from_dict(down) if down else first)
+    except ValueError:
+        return None

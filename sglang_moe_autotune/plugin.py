@@ -1,0 +1,191 @@
+"""The entry point in group ``sglang.srt.plugins``: which functions are hooked, and the fence around each hook.
+
+SGLang calls ``register`` in every process before logging is set up. Hooks are registered in scheduler
+processes only; everything else happens at their first calls.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import logging
+import multiprocessing
+import os
+import sys
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from sglang_moe_autotune.lookup import CallKey
+from sglang_moe_autotune.settings import Settings
+from sglang_moe_autotune.targets import BATCH, IDLE, LOAD, LOOKUP, TARGETS, HookTarget
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from sglang_moe_autotune.serving import Serving
+
+logger = logging.getLogger("sglang.moe_autotune")
+
+_T = TypeVar("_T")
+_serving: Serving | None = None
+
+
+class Fence:
+    """Keeps a fault of ours away from SGLang: logged once, then this hook stands aside for good."""
+
+    def __init__(self, name: str, consequence: str) -> None:
+        self.name, self._consequence = name, consequence
+        self.broken = False
+
+    def call(self, function: Callable[..., _T], *args: Any, **kwargs: Any) -> _T | None:
+        """``function(...)``, or None once it has ever raised."""
+        if self.broken:
+            return None
+        try:
+            return function(*args, **kwargs)
+        except Exception:
+            self.broken = True
+            logger.exception("MoE autotune failed in its %s hook; %s.", self.name, self._consequence)
+            return None
+
+
+_FENCES = {
+    LOOKUP.name: Fence("lookup", "SGLang's own configs are used from now on"),
+    IDLE.name: Fence("idle", "nothing is tuned any more, learned rows stay in use"),
+    BATCH.name: Fence("batch", "served sizes are no longer counted"),
+    LOAD.name: Fence("load", "nothing stored is used and nothing is tuned"),
+}
+
+
+def register() -> None:
+    """Register the hooks if this is a scheduler process. Called by SGLang's plugin loader; never raises for
+    what a user can cause."""
+    global _serving  # noqa: PLW0603 - one server process has one plugin state, as SGLang's registry has
+    settings, warnings = Settings.from_environ(os.environ)
+    if settings.mode == "off" or not in_scheduler_process():
+        return
+    for warning in warnings:
+        logger.warning("%s", warning)
+    if changed := [why for target in TARGETS if (why := _why_unusable(target))]:
+        from sglang_moe_autotune import releases  # noqa: PLC0415 - as below
+
+        logger.warning(
+            "MoE autotune stands aside, as if it were not installed: %s. SGLang is %s; tested are %s."
+            " Update sglang-moe-autotune, or run `sglang-moe-autotune doctor`.",
+            "; ".join(changed), releases.version(), ", ".join(releases.TESTED),
+        )  # fmt: skip
+        return
+
+    from sglang_moe_autotune.serving import Serving  # noqa: PLC0415 - needs torch and Triton: schedulers only
+
+    _serving = Serving(settings, hooks=hooks_in_place)
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType  # noqa: PLC0415 - as above
+
+    HookRegistry.register(LOOKUP.path, on_lookup, HookType.AROUND)
+    HookRegistry.register(IDLE.path, on_idle, HookType.AROUND)
+    HookRegistry.register(BATCH.path, on_batch, HookType.BEFORE)
+    HookRegistry.register(LOAD.path, on_load, HookType.AFTER)
+
+
+def serving() -> Serving:
+    """This process's plugin state, for tests and demonstrations. Raises RuntimeError outside a scheduler."""
+    if _serving is None:
+        raise RuntimeError("the plugin is active in SGLang's scheduler processes only; load it through SGLang there")
+    return _serving
+
+
+def in_scheduler_process() -> bool:
+    """Can this process be a scheduler? SGLang spawns them, and unpickling their target imports the module.
+
+    A process that merely imports the scheduler module, such as one that embeds the engine, is no child, or
+    never calls a hooked method.
+    """
+    return "sglang.srt.managers.scheduler" in sys.modules and multiprocessing.parent_process() is not None
+
+
+def on_lookup(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """AROUND ``try_get_optimal_moe_config``: a learned row, or SGLang's answer and a count."""
+    fence, state = _FENCES[LOOKUP.name], _serving
+    if fence.broken or state is None or not state.overlays:
+        return original(*args, **kwargs)
+    call = fence.call(_read_call, *args, **kwargs)
+    if call is None:
+        return original(*args, **kwargs)
+    answer = fence.call(state.answer, *call)
+    if answer is not None:
+        return answer
+    answer = original(*args, **kwargs)
+    fence.call(state.missed, call[0], call[1], answer)
+    return answer
+
+
+def _read_call(
+    w1_shape: tuple[int, int, int],
+    w2_shape: tuple[int, int, int],
+    top_k: int,
+    dtype: str | None,
+    M: int,  # noqa: N803 - SGLang's name
+    is_marlin: bool = False,
+    block_shape: tuple[int, int] | list[int] | None = None,
+    per_channel_quant: bool = False,
+    return_down_config: bool = False,
+) -> tuple[CallKey, int, bool] | None:
+    """The call by SGLang's own signature; None for one that stands for no layer of the Triton path."""
+    block = (block_shape[0], block_shape[1]) if block_shape else None
+    # torch.Size is a tuple with an equal hash, so a table keyed by tuples finds it as it is.
+    key = CallKey(w1_shape, w2_shape, top_k, dtype, block, per_channel_quant)
+    return None if is_marlin or key.synthetic else (key, M, return_down_config)
+
+
+def on_idle(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:
+    """AROUND ``Scheduler.maybe_sleep_on_idle``: one slice; SGLang's own sleep only when no work is ready."""
+    if _serving is not None and _FENCES[IDLE.name].call(_serving.idle, scheduler):
+        return None
+    return original(scheduler, *args, **kwargs)
+
+
+def on_batch(scheduler: Any, batch: Any, *_args: Any, **_kwargs: Any) -> None:
+    """BEFORE ``Scheduler.run_batch``: count what is served."""
+    if _serving is not None:
+        _FENCES[BATCH.name].call(_serving.batch, scheduler, batch)
+
+
+def on_load(_result: Any, model_runner: Any, *_args: Any, **_kwargs: Any) -> None:
+    """AFTER ``ModelRunner.load_model``: the weights are there and no graph is captured yet."""
+    if _serving is not None:
+        _FENCES[LOAD.name].call(_serving.loaded, model_runner)
+
+
+_HOOKS: dict[HookTarget, Callable[..., Any]] = {LOOKUP: on_lookup, IDLE: on_idle, BATCH: on_batch, LOAD: on_load}
+
+
+def hooks_in_place() -> dict[str, bool]:
+    """Hooked path -> is our function really in the chain that SGLang calls. SGLang's loader only logs a failure."""
+    return {target.path: _holds(_resolve(target), hook) for target, hook in _HOOKS.items()}
+
+
+def _holds(function: Any, hook: Callable[..., Any]) -> bool:
+    while function is not None:
+        if any(cell.cell_contents is hook for cell in getattr(function, "__closure__", None) or ()):
+            return True
+        function = getattr(function, "__wrapped__", None)
+    return False
+
+
+def _resolve(target: HookTarget) -> Any:
+    found: Any = importlib.import_module(target.module)
+    for name in target.name.split("."):
+        found = getattr(found, name, None)
+    return found
+
+
+def _why_unusable(target: HookTarget) -> str | None:
+    try:
+        found = _resolve(target)
+    except ImportError as error:
+        return f"{target.module} cannot be imported ({error})"
+    if not callable(found):
+        return f"{target.path} is gone"
+    if target.arguments is None:
+        return None
+    has = tuple(inspect.signature(inspect.unwrap(found)).parameters)
+    return None if has == target.arguments else f"{target.path} takes ({', '.join(has)}) now"

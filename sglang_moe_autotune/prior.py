@@ -1,0 +1,216 @@
+"""The prior: winners in the config files of the installed SGLang, and the order in which they suggest to try.
+
+A file tuned for another shape, GPU or Triton still says which tiles are worth a compile at about this M.
+Nothing is read before the first question, and then only the files of the asked dtype class.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import re
+from itertools import chain, islice
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+import msgspec
+
+from sglang_moe_autotune import regimes
+from sglang_moe_autotune.search_space import filled, neighbours
+from sglang_moe_autotune.shapes import Gemm, KernelConfig, MoeShape
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+    from collections.abc import Set as AbstractSet
+    from pathlib import Path
+
+logger = logging.getLogger(__name__)
+
+DtypeClass = tuple[str | None, bool, bool]
+"""SGLang's selector, whether scales are block-wise, whether they are per channel."""
+
+_NAME: Final = re.compile(
+    r"E=(?P<E>\d+),N=(?P<N>\d+),device_name=(?P<device>.*?)"
+    r"(?:,dtype=(?P<dtype>\w+?))?(?:,block_shape=\[(?P<block>\d+, ?\d+)\])?"
+    r"(?P<channel>,per_channel_quant=True)?(?P<down>_down)?\.json"
+)
+_FAMILIES: Final = (
+    ("other", re.compile(r"AMD|Intel|^$")),
+    ("hopper", re.compile(r"\b(G?H[128]00|H20)", re.ASCII)),
+    ("blackwell", re.compile(r"\b(G?B[23]00|GB10|RTX_(PRO|50))", re.ASCII)),
+)
+
+# How fast trust in a winner fades. The file names say neither K nor top-k, so the fade is gentle. Checked by
+# leaving one shape out of the shipped files in turn: any of them halved or doubled moves the hit rate by 0.02.
+_PER_OCTAVE_OF_M: Final = 1.0
+_PER_OCTAVE_OF_E: Final = 1.0
+_PER_OCTAVE_OF_N: Final = 0.6
+_OTHER_FAMILY: Final = 0.3
+_OTHER_VENDOR: Final = 0.05
+_OTHER_GEMM: Final = 0.6
+_SAME_SHAPE: Final = 3.0
+_NEIGHBOUR: Final = 0.1
+
+
+class Winners(NamedTuple):
+    """The rows of one file: what was best for that shape and GPU at each M when its author tuned it."""
+
+    E: int
+    N: int
+    device_name: str
+    gemms: tuple[Gemm, ...]
+    rows: tuple[tuple[int, KernelConfig], ...]
+
+
+class ConfigFile(NamedTuple):
+    """What a file's name says. ``down``: it holds rows for the down GEMM only."""
+
+    path: Path
+    E: int
+    N: int
+    device_name: str
+    dtype_class: DtypeClass
+    down: bool
+
+
+class _Table:
+    """The winners of a dtype class by number, so that a ranking (a slice on the serving thread) hashes nothing."""
+
+    def __init__(self) -> None:
+        self.files: list[tuple[Winners, tuple[tuple[int, int], ...]]] = []
+        self.ms: set[int] = set()
+        self.numbers: dict[KernelConfig, int] = {}
+        self.near: dict[int, tuple[int, ...]] = {}
+
+    def add(self, winners: Winners) -> None:
+        rows = tuple((m, self._number(config)) for m, config in winners.rows)
+        for (m, config), (_, number) in zip(winners.rows, rows, strict=True):
+            self.ms.add(m)
+            if number not in self.near:
+                self.near[number] = tuple(self._number(step) for step in neighbours(config))
+        self.files.append((winners, rows))
+
+    def _number(self, config: KernelConfig) -> int:
+        return self.numbers.setdefault(config, len(self.numbers))
+
+
+class Prior:
+    """Ranks candidates for a (shape, M). Not for two threads at once."""
+
+    def __init__(self, files: Iterable[ConfigFile] = (), device_name: str = "") -> None:
+        self._files = tuple(files)
+        self._with_down = {_key(f) for f in self._files if f.down}
+        self._device_name = device_name.replace(" ", "_")
+        self._tables: dict[DtypeClass, _Table] = {}
+        self._unread: dict[DtypeClass, list[ConfigFile]] = {}
+
+    def load_step(self, shape: MoeShape) -> bool:
+        """Read one more file of this shape's dtype class, about 0.3 ms; True when all are read."""
+        wanted = dtype_class(shape)
+        if wanted not in self._tables:
+            self._tables[wanted] = _Table()
+            self._unread[wanted] = [f for f in self._files if f.dtype_class == wanted and f.E > 0 and f.N > 0]
+        if unread := self._unread[wanted]:
+            file = unread.pop()
+            if (winners := read_winners(file, with_down=_key(file) in self._with_down)) is not None:
+                self._tables[wanted].add(winners)
+        return not unread
+
+    def load(self, shape: MoeShape) -> int:
+        """Read all files of this shape's dtype class, once, for about 0.1 s; the count of rows."""
+        while not self.load_step(shape):
+            pass
+        return sum(len(rows) for _, rows in self._tables[dtype_class(shape)].files)
+
+    def rank(
+        self,
+        shape: MoeShape,
+        M: int,  # noqa: N803
+        gemm: Gemm,
+        space: AbstractSet[KernelConfig],
+        count: int = 64,
+    ) -> list[KernelConfig]:
+        """The ``count`` most promising members of the space; where files support fewer, a built-in order follows."""
+        self.load(shape)
+        table = self._tables[dtype_class(shape)]
+        configs = list(table.numbers)
+        votes = [0.0] * len(configs)
+        fade = {m: math.exp(-_PER_OCTAVE_OF_M * abs(math.log2(m / M))) for m in table.ms}
+        for file, rows in table.files:
+            weight = self._weight(file, shape, gemm)
+            for m, number in rows:
+                votes[number] += weight * fade[m]
+        smooth = list(votes)
+        for number, vote in enumerate(votes):
+            if vote:
+                rub_off = vote * _NEIGHBOUR
+                for near in table.near.get(number, ()):
+                    smooth[near] += rub_off
+        order = sorted(range(len(smooth)), key=smooth.__getitem__, reverse=True)
+        supported = list(islice((configs[n] for n in order if configs[n] in space), count))
+        if len(supported) < count:
+            rest = chain(regimes.order(shape, M), sorted(space, key=str) if len(space) < count else ())
+            supported = list(islice(dict.fromkeys(c for c in chain(supported, rest) if c in space), count))
+        return supported
+
+    def _weight(self, file: Winners, shape: MoeShape, gemm: Gemm) -> float:
+        weight = math.exp(
+            -_PER_OCTAVE_OF_E * abs(math.log2(file.E / shape.E)) - _PER_OCTAVE_OF_N * abs(math.log2(file.N / shape.N))
+        )
+        if (file.E, file.N) == (shape.E, shape.N):
+            weight *= _SAME_SHAPE
+        if gemm not in file.gemms:
+            weight *= _OTHER_GEMM
+        if self._device_name and file.device_name != self._device_name:
+            families = {_family(file.device_name), _family(self._device_name)}
+            if len(families) > 1:
+                weight *= _OTHER_VENDOR if "other" in families else _OTHER_FAMILY
+        return weight
+
+
+def find_files(configs_folder: Path) -> tuple[ConfigFile, ...]:
+    """The config files of SGLang's folder of ``triton_X_Y_Z`` folders by name alone; none where it is missing."""
+    found = []
+    for path in sorted(configs_folder.glob("triton_*/*.json")):
+        if (match := _NAME.fullmatch(path.name)) is None:
+            continue
+        selector = (match["dtype"], match["block"] is not None, match["channel"] is not None)
+        found.append(
+            ConfigFile(path, int(match["E"]), int(match["N"]), match["device"], selector, match["down"] is not None)
+        )
+    return tuple(found)
+
+
+def read_winners(file: ConfigFile, *, with_down: bool) -> Winners | None:
+    """The rows of a file; rows that are not understood are passed over, and so is a file that cannot be read.
+
+    with_down: the down GEMM has a file of its own beside this one.
+    """
+    gemms: tuple[Gemm, ...] = ("down",) if file.down else ("up",) if with_down else ("up", "down")
+    try:
+        content = msgspec.json.decode(file.path.read_bytes(), type=dict[str, msgspec.Raw])
+    except (OSError, msgspec.DecodeError) as error:
+        logger.debug("config file %s passed over: %s", file.path, error)
+        return None
+    rows = ((int(m), _config(raw)) for m, raw in content.items() if m.isdecimal() and int(m) > 0)
+    return Winners(file.E, file.N, file.device_name, gemms, tuple((m, c) for m, c in rows if c is not None))
+
+
+def dtype_class(shape: MoeShape) -> DtypeClass:
+    """The class whose winners carry over to this shape."""
+    return (shape.dtype, bool(shape.block_shape and all(shape.block_shape)), shape.per_channel_quant)
+
+
+def _key(file: ConfigFile) -> tuple[str, str]:
+    return file.path.parent.name, file.path.name.removesuffix(".json").removesuffix("_down")
+
+
+def _config(raw: msgspec.Raw) -> KernelConfig | None:
+    try:
+        row = msgspec.json.decode(raw, type=dict[str, int])
+        return filled(KernelConfig.from_dict(row))  # without USE_TMA and other keys that are not tiles
+    except (msgspec.DecodeError, ValueError):
+        return None
+
+
+def _family(device_name: str) -> str:
+    return next((name for name, pattern in _FAMILIES if pattern.search(device_name)), "older")

@@ -1,0 +1,223 @@
+"""What is read out of the SGLang that runs here; the one place that knows how releases differ."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.metadata
+import inspect
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sglang_moe_autotune.records import Environment, Origin
+from sglang_moe_autotune.targets import LOOKUP
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+    from types import ModuleType
+
+    from sglang_moe_autotune.heat import BatchKind
+    from sglang_moe_autotune.shapes import MoeShape
+
+TESTED = ("0.5.16", "0.5.23")
+"""Releases that the tests and the figures were made with; others work where the hooked functions are there."""
+
+_TRITON_UTILS = LOOKUP.module.rpartition(".")[0]
+_HEALTH_PREFIX = "HEALTH_CHECK"
+
+
+def version() -> str:
+    try:
+        return importlib.metadata.version("sglang")
+    except importlib.metadata.PackageNotFoundError:
+        return "unknown"
+
+
+def config_module() -> ModuleType:
+    return importlib.import_module(LOOKUP.module)
+
+
+def fused_module() -> ModuleType:
+    return importlib.import_module(f"{_TRITON_UTILS}.fused_moe")
+
+
+def invoke_function() -> Callable[..., Any]:
+    """SGLang's ``invoke_fused_moe_kernel``, wherever this release keeps it."""
+    function: Callable[..., Any] = fused_module().invoke_fused_moe_kernel
+    return function
+
+
+def padding() -> int:
+    """Columns that SGLang pads 8-bit weights without blocks by; the lookup takes them off."""
+    fused = fused_module()
+    return 0 if getattr(fused, "_use_aiter", False) else int(fused.padding_size)
+
+
+def overridden() -> bool:
+    """Is SGLang's own ``override_config`` active? Called on the hot path: one global read."""
+    return importlib.import_module(_TRITON_UTILS).get_config() is not None
+
+
+def deterministic() -> bool:
+    """Is deterministic inference on? Then SGLang's fixed tile must stand."""
+    config = config_module()
+    if hasattr(config, "get_exec"):
+        return bool(config.get_exec().deterministic.enable_deterministic_inference)
+    name = "get_server_args" if hasattr(config, "get_server_args") else "get_global_server_args"
+    return bool(getattr(config, name)().enable_deterministic_inference)
+
+
+def stock_lookup() -> Callable[..., Any]:
+    """SGLang's own ``try_get_optimal_moe_config``, beneath the hooks."""
+    function: Callable[..., Any] = inspect.unwrap(config_module().try_get_optimal_moe_config)
+    return function
+
+
+def ask_stock(shape: MoeShape, M: int) -> Any:  # noqa: N803
+    """SGLang's own answer for a shape. Reads files the first time: never on the hot path."""
+    return stock_lookup()(
+        shape.w1_shape,
+        shape.w2_shape,
+        shape.top_k,
+        shape.dtype,
+        M,
+        block_shape=list(shape.block_shape) if shape.block_shape else None,
+        per_channel_quant=shape.per_channel_quant,
+        return_down_config=True,
+    )
+
+
+def configs_folder() -> Path:
+    """The folder ``configs`` that SGLang's lookup reads now."""
+    config = config_module()
+    root = os.environ.get("SGLANG_MOE_CONFIG_DIR", str(Path(os.path.realpath(str(config.__file__))).parent))
+    return Path(root) / "configs"
+
+
+def shipped_folder() -> Path:
+    """The folder of config files that the installed SGLang ships; a prior, whatever the lookup reads."""
+    return Path(os.path.realpath(str(config_module().__file__))).parent / "configs"
+
+
+def origin(shape: MoeShape) -> Origin:
+    """Where SGLang's answer for a shape comes from: a file of this Triton, one of another, or its heuristic.
+
+    SGLang's own lookup does not tell the first two apart. Reads a folder: never on the hot path.
+    """
+    import triton  # noqa: PLC0415 - its version only
+
+    name = config_module().get_config_file_name(
+        shape.E,
+        shape.N,
+        shape.dtype,
+        list(shape.block_shape) if shape.block_shape else [0, 0],
+        shape.per_channel_quant,
+    )
+    folder = configs_folder()
+    if (folder / f"triton_{triton.__version__.replace('.', '_')}" / name).exists():
+        return "exact"
+    try:
+        return "fallback" if any((f / name).exists() for f in folder.glob("triton_*")) else "miss"
+    except OSError:
+        return "miss"
+
+
+def kernel_hash(invoke: Callable[..., Any]) -> str:
+    """A hash of the kernels' sources and of the function that launches them."""
+    from triton.runtime.jit import JITFunction  # noqa: PLC0415 - the type only
+
+    function: Any = inspect.unwrap(invoke)
+    digest = hashlib.sha256(inspect.getsource(function).encode())
+    for name in sorted(set(function.__code__.co_names)):
+        if isinstance(kernel := function.__globals__.get(name), JITFunction):
+            digest.update(kernel.src.encode())
+    return digest.hexdigest()[:16]
+
+
+def environment(invoke: Callable[..., Any]) -> Environment:
+    """The environment of this process's current GPU."""
+    import torch  # noqa: PLC0415 - imported by SGLang long before
+    import triton  # noqa: PLC0415 - as above
+
+    gpu = torch.cuda.get_device_properties(torch.cuda.current_device())
+    return Environment(
+        device_name=gpu.name,
+        capability=(gpu.major, gpu.minor),
+        sm_count=gpu.multi_processor_count,
+        shared_memory_bytes=int(getattr(gpu, "shared_memory_per_block_optin", 0)),
+        l2_bytes=int(gpu.L2_cache_size),
+        triton=triton.__version__,
+        kernel_hash=kernel_hash(invoke),
+    )
+
+
+def driver_version() -> str:
+    """The NVIDIA driver's version from the kernel's own file, "" where there is none."""
+    try:
+        words = Path("/proc/driver/nvidia/version").read_text(encoding="utf-8").split()
+    except OSError:
+        return ""
+    return next((w for w in words if w[:1].isdigit() and w.count(".") >= 1), "")
+
+
+def ranks(server_args: Any) -> int:
+    """How many ranks share the model."""
+    sizes = (getattr(server_args, name, 1) or 1 for name in ("tp_size", "pp_size", "dp_size", "ep_size"))
+    return max(1, *sizes)
+
+
+def why_never(server_args: Any) -> str:
+    """Why this server must not tune at all, or "". Asked once."""
+    if ranks(server_args) > 1 or (getattr(server_args, "nnodes", 1) or 1) > 1:
+        return "the model is spread over several ranks; stored rows are served, and nothing is tuned there yet"
+    if getattr(server_args, "enable_fused_moe_sum_all_reduce", False):
+        return "--enable-fused-moe-sum-all-reduce changes the down GEMM, which is not tuned yet"
+    if getattr(server_args, "enable_lora", False):
+        return "LoRA adapters can be loaded between two batches, and tuning beside that is not shown to be safe yet"
+    if (getattr(server_args, "disaggregation_mode", "null") or "null") != "null":
+        return "disaggregated prefill and decode are not shown to be safe yet"
+    if os.environ.get("SGLANG_CRASH_ON_TRITON_LOAD_AFTER_READY", "").lower() in {"1", "true", "yes"}:
+        return "SGLANG_CRASH_ON_TRITON_LOAD_AFTER_READY would end the server at the first candidate"
+    return ""
+
+
+def why_not_now(scheduler: Any) -> str:
+    """Why this idle pass must launch nothing, or "". Asked in every idle pass: attribute reads only."""
+    if scheduler._engine_paused:
+        return "the engine is paused"
+    owner = getattr(scheduler, "weight_updater", scheduler)
+    if getattr(owner, "offload_tags", None):
+        return "weights or caches are released"
+    if getattr(owner, "_session", None) is not None:
+        return "weights are being updated"
+    if getattr(getattr(scheduler, "profiler_manager", scheduler), "profile_in_progress", False):
+        return "the profiler is on"
+    return ""
+
+
+def batch_tokens(scheduler: Any, batch: Any) -> tuple[BatchKind, int] | None:
+    """Kind and tokens of a batch that is about to run; None for health probes and empty batches."""
+    requests = batch.reqs
+    if not requests or all(str(r.rid).startswith(_HEALTH_PREFIX) for r in requests):
+        return None
+    if batch.forward_mode.is_extend():
+        return "prefill", int(batch.extend_num_tokens or 0)
+    drafts = getattr(scheduler.server_args, "speculative_num_draft_tokens", None) or 1
+    return "decode", len(requests) * drafts
+
+
+def captured_sizes(scheduler: Any) -> Mapping[BatchKind, Sequence[int]]:
+    """Tokens of the captured graphs by kind, ascending; what a release does not show is left out."""
+    model_runner = getattr(getattr(scheduler, "tp_worker", None), "model_runner", None)
+    drafts = getattr(scheduler.server_args, "speculative_num_draft_tokens", None) or 1
+    sizes: dict[BatchKind, Sequence[int]] = {}
+    for name in ("decode_cuda_graph_runner", "graph_runner"):
+        if found := getattr(getattr(model_runner, name, None), "capture_bs", None):
+            sizes["decode"] = sorted(size * drafts for size in found)
+            break
+    for name in ("prefill_cuda_graph_runner", "piecewise_cuda_graph_runner"):
+        if found := getattr(getattr(model_runner, name, None), "capture_num_tokens", None):
+            sizes["prefill"] = sorted(found)
+            break
+    return sizes

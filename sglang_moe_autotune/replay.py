@@ -1,0 +1,151 @@
+"""The replay of a landscape: a bench that answers from recorded latencies, with noise, in place of a device."""
+
+from __future__ import annotations
+
+import math
+import random
+from typing import TYPE_CHECKING, Final
+
+from sglang_moe_autotune.bench import Bench, Comparison, Readiness, Sample
+from sglang_moe_autotune.shapes import GEMMS, ConfigPair, Gemm, KernelConfig, MoeShape
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from sglang_moe_autotune.landscape import Landscape
+
+SLICE_US: Final = 500.0
+_COMPARE_CASES: Final = 2
+
+
+class ReplayProvider:
+    """Opens benches on a landscape. Deterministic for a seed and a sequence of calls.
+
+    noise_percent: the standard deviation of one launch. compile_s: of one config, one after the other; without it
+    a binary is ready when it was asked for ``polls`` times. clock: real time for demonstrations; without one, time
+    is virtual: it moves by the simulated launches and by ``wait``.
+    """
+
+    def __init__(
+        self,
+        landscape: Landscape,
+        seed: int = 0,
+        noise_percent: float = 2.0,
+        *,
+        compile_s: float = 0.0,
+        polls: int = 2,
+        clock: Callable[[], float] | None = None,
+    ) -> None:
+        self.landscape = landscape
+        self.noise = noise_percent / 100
+        self.polls, self.compile_s = polls, compile_s
+        self.gpu_s = 0.0
+        """of all benches, every simulated launch counted"""
+        self.compiled: dict[KernelConfig, None] = {}
+        """configs whose binaries were asked for and exist"""
+        self.random = random.Random(seed)  # noqa: S311 - noise, not secrets
+        self._clock = clock
+        self._waited_s = 0.0
+        self._asked: dict[tuple[Gemm, KernelConfig], int] = {}
+        self._ready_at_s: dict[KernelConfig, float] = {}
+
+    @property
+    def now_s(self) -> float:
+        return self._clock() if self._clock else self.gpu_s + self._waited_s
+
+    def clock(self) -> float:
+        """For the tuner."""
+        return self.now_s
+
+    def wait(self, seconds: float) -> None:
+        """Let virtual time pass."""
+        self._waited_s += seconds
+
+    def open(self, shape: MoeShape, M: int, baseline: ConfigPair) -> Bench | str:  # noqa: N803
+        if shape != self.landscape.shape:
+            return f"{shape.slug} is not the recorded shape {self.landscape.shape.slug}"
+        if M not in self.landscape.baselines:
+            return f"M={M} was not recorded; the landscape has {', '.join(map(str, self.landscape.ms))}"
+        if any(self.landscape.latency_us(M, gemm, baseline.of(gemm)) is None for gemm in GEMMS):
+            return f"the baseline {baseline} was not recorded at M={M}"
+        return ReplayBench(self, M, baseline)
+
+    def readiness(self, M: int, gemm: Gemm, config: KernelConfig) -> Readiness:  # noqa: N803
+        """Of a binary; a config that did not fit the device or was not recorded fails when it would be ready."""
+        if config == self.landscape.baselines[M].pair.of(gemm):
+            return "ready"
+        if config in self.landscape.candidates:
+            self.compiled[config] = None
+        asked = self._asked[gemm, config] = self._asked.get((gemm, config), 0) + 1
+        if self.compile_s:
+            queue_s = max([self.now_s, *self._ready_at_s.values()])
+            if self.now_s < self._ready_at_s.setdefault(config, queue_s + self.compile_s):
+                return "waiting"
+        elif asked < self.polls:
+            return "waiting"
+        return "failed" if self.landscape.latency_us(M, gemm, config) is None else "ready"
+
+
+class ReplayBench:
+    """One M of the landscape; see ``bench.Bench`` for the contract."""
+
+    compare_cases = _COMPARE_CASES
+
+    def __init__(self, provider: ReplayProvider, M: int, baseline: ConfigPair) -> None:  # noqa: N803
+        self._provider, self._M, self._baseline = provider, M, baseline
+        self._loaded: set[tuple[Gemm, KernelConfig]] = set()
+        self._spent_us = 0.0
+
+    def prepare(self) -> bool:
+        return True
+
+    def readiness(self, gemm: Gemm, config: KernelConfig) -> Readiness:
+        return self._provider.readiness(self._M, gemm, config)
+
+    def reason(self, gemm: Gemm, config: KernelConfig) -> str:  # noqa: ARG002 - the recording does not tell them apart
+        return self._provider.landscape.out_of_resources.get(config, "not recorded")
+
+    def measure(self, gemm: Gemm, config: KernelConfig, count: int) -> list[Sample]:
+        ours_us, theirs_us = self._us(gemm, config), self._us(gemm, self._baseline.of(gemm))
+        if (gemm, config) not in self._loaded:  # loading a binary is a slice of its own, with one warm launch
+            self._loaded.add((gemm, config))
+            self._spend(ours_us)
+            return []
+        fitting = max(1, min(count, int(SLICE_US / (ours_us + theirs_us))))
+        samples = [Sample(self._noisy(ours_us), self._noisy(theirs_us)) for _ in range(fitting)]
+        self._spend(sum(map(sum, samples)))
+        return samples
+
+    def compare(self, pair: ConfigPair, case: int) -> Comparison | None:  # noqa: ARG002 - outputs were not recorded
+        for gemm in GEMMS:
+            self._spend(self._us(gemm, pair.of(gemm)) + self._us(gemm, self._baseline.of(gemm)))
+        return Comparison(ok=True, error=0.0, tolerance=0.0)
+
+    def adopt(self, pair: ConfigPair) -> Readiness:
+        for gemm in GEMMS:
+            self._spend(self._us(gemm, pair.of(gemm)))
+        return "ready"
+
+    @property
+    def launch_us(self) -> float:
+        return max(self._us(gemm, self._baseline.of(gemm)) for gemm in GEMMS)
+
+    @property
+    def gpu_s(self) -> float:
+        return self._spent_us * 1e-6
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+    def _us(self, gemm: Gemm, config: KernelConfig) -> float:
+        us = self._provider.landscape.latency_us(self._M, gemm, config)
+        if us is None:
+            raise ValueError(f"{config} was launched and is not in the recording; only ready configs may be measured")
+        return us
+
+    def _noisy(self, us: float) -> float:
+        return us * math.exp(self._provider.random.gauss(0.0, self._provider.noise))
+
+    def _spend(self, us: float) -> None:
+        self._spent_us += us
+        self._provider.gpu_s += us * 1e-6

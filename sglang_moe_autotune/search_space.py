@@ -1,0 +1,117 @@
+"""The search space: which kernel configs may be tried for a shape, and which can not work.
+
+The axes are those of SGLang's offline tuner on CUDA. The baseline usually lies outside of them (its
+heuristic takes a BLOCK_SIZE_K of 32); a search carries it as candidate zero.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from itertools import product
+from typing import TYPE_CHECKING, Final
+
+from sglang_moe_autotune.shapes import KernelConfig, MoeShape
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+AXES: Final[dict[str, tuple[int, ...]]] = {
+    "BLOCK_SIZE_M": (16, 32, 64, 128, 256),
+    "BLOCK_SIZE_N": (32, 64, 128, 256),
+    "BLOCK_SIZE_K": (64, 128, 256),
+    "GROUP_SIZE_M": (1, 16, 32, 64),
+    "num_warps": (4, 8),
+    "num_stages": (2, 3, 4, 5),
+}
+TRITON_WARPS: Final = 4
+TRITON_STAGES: Final = 3
+"""What Triton takes where a config leaves them out."""
+
+_EIGHT_BIT = ("fp8_w8a8", "int8_w8a8")
+_WEIGHT_ONLY = {"int4_w4a16": 2, "int8_w8a16": 1}  # weights in one byte of the packed dimension
+
+
+@lru_cache
+def full_space() -> tuple[KernelConfig, ...]:
+    """All 1,920 configs of the axes, small tiles first."""
+    return tuple(tiles(*values) for values in product(*AXES.values()))
+
+
+def illegal(config: KernelConfig, shape: MoeShape) -> str | None:
+    """The rule that this config breaks for this shape, in words; None where it is legal.
+
+    An illegal config would not crash: it would read out of bounds or scale with the wrong numbers.
+    """
+    block_n, block_k = shape.block_shape or (0, 0)
+    tile_n, tile_k = config.BLOCK_SIZE_N, config.BLOCK_SIZE_K
+    if shape.dtype in _EIGHT_BIT and block_n > 0 and block_k > 0:
+        if block_k % tile_k:
+            return f"BLOCK_SIZE_K={tile_k} must divide the {block_k} of block_shape: a tile has one scale along K"
+        if max(tile_n, block_n) % min(tile_n, block_n):
+            return f"BLOCK_SIZE_N={tile_n} and the {block_n} of block_shape must divide one another"
+    if shape.dtype in _WEIGHT_ONLY:
+        packing = _WEIGHT_ONLY[shape.dtype]
+        for name, depth in (("up", shape.w1_shape[2] * packing), ("down", shape.w2_shape[2] * packing)):
+            if depth % tile_k:
+                return f"BLOCK_SIZE_K={tile_k} must divide the {depth} of the {name} GEMM: its loads have no mask"
+    return None
+
+
+def shared_memory_bytes(config: KernelConfig, shape: MoeShape, *, all_stages: bool = False) -> int:
+    """The least shared memory that this config can need, in bytes: one tile of A and of B a stage in flight.
+
+    CUDA keeps one stage in registers (sm80 and later) or none (sm90); HIP keeps none, hence ``all_stages``.
+    The compiled binary states the true need; this is for what is not compiled yet.
+    """
+    stages = TRITON_STAGES if config.num_stages is None else config.num_stages
+    if shape.dtype in _WEIGHT_ONLY:
+        a_bytes, b_bytes = 2, 1
+    elif shape.dtype in _EIGHT_BIT:
+        a_bytes, b_bytes = 1, 1
+    else:
+        a_bytes = b_bytes = 4 if "float32" in (shape.dtype, shape.activation_dtype) else 2
+    tile = (config.BLOCK_SIZE_M * a_bytes + config.BLOCK_SIZE_N * b_bytes) * config.BLOCK_SIZE_K
+    return tile * max(1, stages if all_stages else stages - 1)
+
+
+def legal_space(shape: MoeShape, limit_bytes: int | None = None) -> tuple[KernelConfig, ...]:
+    """The configs of the full space that may be tried; empty where no tile fits the shape's blocks.
+
+    limit_bytes: the opt-in shared memory of a block; configs that exceed it even by the lower bound are left out.
+    """
+    return tuple(
+        config
+        for config in full_space()
+        if illegal(config, shape) is None
+        and (limit_bytes is None or shared_memory_bytes(config, shape) <= limit_bytes)
+    )
+
+
+def neighbours(config: KernelConfig) -> Iterator[KernelConfig]:
+    """Configs one step away on one axis; any group size is one step from any other.
+
+    From a value off the axis (the baseline's) the steps are the nearest ones on either side.
+    """
+    here = tuple(int(getattr(filled(config), axis)) for axis in AXES)
+    for n, (axis, values) in enumerate(AXES.items()):
+        lower, higher = [v for v in values if v < here[n]], [v for v in values if v > here[n]]
+        steps = lower + higher if axis == "GROUP_SIZE_M" else lower[-1:] + higher[:1]
+        for value in steps:
+            yield tiles(*here[:n], value, *here[n + 1 :])
+
+
+def tiles(*values: int) -> KernelConfig:
+    """A config by its values on the axes, in their order."""
+    return KernelConfig(**dict(zip(AXES, values, strict=True)))  # type: ignore[arg-type]  # no axis is ``extra``
+
+
+def filled(config: KernelConfig) -> KernelConfig:
+    """The same launch with Triton's own warps and stages written out, and without extra keys."""
+    return KernelConfig(
+        config.BLOCK_SIZE_M,
+        config.BLOCK_SIZE_N,
+        config.BLOCK_SIZE_K,
+        config.GROUP_SIZE_M,
+        TRITON_WARPS if config.num_warps is None else config.num_warps,
+        TRITON_STAGES if config.num_stages is None else config.num_stages,
+    )

@@ -1,0 +1,328 @@
+"""One scheduler process: from its misses to published rows, and when to stand aside."""
+
+from __future__ import annotations
+
+import collections
+import itertools
+import logging
+import os
+import time
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from sglang_moe_autotune import __version__, live, releases
+from sglang_moe_autotune.budget import Budget
+from sglang_moe_autotune.heat import Heat
+from sglang_moe_autotune.layers import LiveLayer, find_layers
+from sglang_moe_autotune.listener import CompileCount
+from sglang_moe_autotune.lookup import CallKey, Lookup, Missed, read_answer
+from sglang_moe_autotune.prior import Prior, find_files
+from sglang_moe_autotune.records import Environment, Origin, Record, ShapeNote, Source
+from sglang_moe_autotune.search_space import illegal
+from sglang_moe_autotune.settings import Settings, cache_root
+from sglang_moe_autotune.sglang_json import GRID
+from sglang_moe_autotune.shapes import ConfigPair, MoeShape
+from sglang_moe_autotune.store import Store
+from sglang_moe_autotune.tuner import Step, Tuner, TunerOptions
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from sglang_moe_autotune.bench import BenchmarkProvider
+    from sglang_moe_autotune.status import State
+
+logger = logging.getLogger("sglang.moe_autotune")
+
+_NOTE_EVERY_S = 60.0
+_STATES: dict[Step, State] = {"worked": "tuning", "waiting": "waiting", "nothing": "idle"}
+_ORIGIN_WORDS: dict[Origin, str] = {
+    "miss": "no config file",
+    "fallback": "a file of another Triton",
+    "exact": "its own file",
+}
+
+
+class Device(NamedTuple):
+    """What the process tunes on: the seam that a demonstration replaces."""
+
+    environment: Environment
+    provider: BenchmarkProvider
+    source: Source = "learned"
+    """the ``source`` of the records made with it"""
+
+
+class Serving:
+    """The plugin's state in one process. Every method but ``__init__`` is called inside a fence."""
+
+    def __init__(self, settings: Settings, hooks: Callable[[], dict[str, bool]]) -> None:
+        self.settings = settings
+        self.hooks = hooks
+        self.lookup = Lookup()
+        self.heat = Heat()
+        self.compiles = CompileCount()
+        self.compiles.install()
+        self.overlays = True
+        """False where SGLang's own answers must stand: then lookups are not even read"""
+        self.state: State = "idle"
+        self.reason = ""
+        self.store: Store | None = None
+        self.tuner: Tuner | None = None
+        self.device: Device | None = None
+        self.root = cache_root(settings, os.environ)
+        self.since_unix_s = time.time()
+        self.idle_s = 0.0
+        self.slices = 0
+        self.budget = Budget(settings.budget_s)
+        self._never = ""
+        self._attached = False
+        self._layers: list[LiveLayer] = []
+        self._origins: dict[MoeShape, Origin] = {}
+        self._notes: collections.deque[Iterator[None]] = collections.deque()
+        self._served: dict[int, int] = {}
+        self._captured: Any = {}
+        self._last_request_s = self._last_idle_s = time.monotonic()
+        self._last_note_s = 0.0
+
+    # -- hooks ------------------------------------------------------------------------------------------------
+
+    def answer(self, key: CallKey, M: int, return_down_config: bool) -> Any | None:  # noqa: N803
+        """A learned row; None on a miss or under SGLang's own ``override_config``."""
+        answer = self.lookup.answer(key, M, return_down_config)
+        return None if answer is not None and releases.overridden() else answer
+
+    def missed(self, key: CallKey, M: int, answer: Any) -> None:  # noqa: N803
+        if not releases.overridden():
+            self.lookup.miss(key, M, answer)
+
+    def batch(self, scheduler: Any, batch: Any) -> None:
+        if (found := releases.batch_tokens(scheduler, batch)) is not None:
+            self._last_request_s = time.monotonic()
+            self.heat.batch(*found)
+
+    def loaded(self, model_runner: Any) -> None:
+        """After the weights of a model (or of its draft model) are there, before any graph is captured."""
+        if releases.deterministic():
+            self.overlays = False
+            self._never = "deterministic inference is on, so SGLang's fixed configs stand"
+            logger.info("MoE autotune stands aside: %s.", self._never)
+            return
+        fresh = list(find_layers(model_runner.model, model_runner.dtype, releases.padding()))
+        self._layers += fresh
+        if self.device is None and fresh:
+            self.start(self._open_device())
+        elif fresh:
+            self._publish_stored()
+        self._log_start()
+
+    def idle(self, scheduler: Any) -> bool:
+        """One idle pass: at most one slice. True if it did work, so that SGLang's sleep is skipped."""
+        now = time.monotonic()
+        if not self._attached:
+            self._attach(scheduler)
+        if self._never or self.tuner is None:
+            return False
+        if reason := releases.why_not_now(scheduler):
+            self._stand_aside(reason)
+            return False
+        quiet_s = now - self._last_request_s
+        self.idle_s += min(now - self._last_idle_s, 1.0)
+        self._last_idle_s = now
+        if quiet_s < self.settings.grace_s:
+            self.state = "busy"
+            return False
+        if self._take_news(now):
+            return True
+        if not self.budget.left(now):
+            self._stand_aside(f"this hour's {self.settings.budget_s:g} GPU seconds are spent")
+            return False
+        with self.compiles.tuning():
+            result = self.tuner.step(deep_idle=quiet_s >= self.settings.deep_idle_s)
+        self.budget.spent_until(self.tuner.gpu_s)
+        self.state, self.reason = _STATES[result], ""
+        self.slices += result == "worked"
+        return result == "worked"
+
+    # -- start ------------------------------------------------------------------------------------------------
+
+    def start(self, device: Device) -> None:
+        """Open the store of the device's environment, publish what it holds, and get ready to tune."""
+        self.device = device
+        self.store = Store.open(self.root, device.environment)
+        self._publish_stored()
+        if self.settings.mode != "read-only":
+            options = TunerOptions(
+                min_gain=self.settings.min_gain_percent / 100,
+                slice_us=self.settings.slice_us,
+                seed=self.settings.seed,
+                source=device.source,
+                sglang=releases.version(),
+                driver=releases.driver_version(),
+            )
+            prior = Prior(find_files(releases.shipped_folder()), device.environment.device_name)
+            limit = device.environment.shared_memory_bytes
+            self.tuner = Tuner(device.provider, self._learned, prior, options, shared_memory_bytes=limit)
+            for record in self.store.contents.records.values():
+                self.tuner.learn(record)
+        live.start(self)
+
+    def _open_device(self) -> Device:
+        from sglang_moe_autotune.benchmark import DeviceProvider, Lent  # noqa: PLC0415 - needs a GPU
+        from sglang_moe_autotune.compiler import Compiler  # noqa: PLC0415 - as above
+
+        invoke = releases.invoke_function()
+        environment = releases.environment(invoke)
+        compiler = Compiler(self.settings.compile_processes, environment.shared_memory_bytes)
+        align = releases.fused_module().moe_align_block_size
+        lent = Lent(self._layers_of, invoke, align, lambda: self.compiles.compiled)
+        provider = DeviceProvider(lent, compiler, self.settings.reserve_mb << 20, self.settings.slice_us)
+        return Device(environment, provider)
+
+    def _attach(self, scheduler: Any) -> None:
+        self._attached = True
+        self._never = self._never or releases.why_never(scheduler.server_args)
+        if self._never:
+            self.state, self.reason = "off", self._never
+            logger.info("MoE autotune tunes nothing in this server: %s.", self._never)
+        self._captured = releases.captured_sizes(scheduler)
+
+    def _log_start(self) -> None:
+        missing = [path for path, there in self.hooks().items() if not there]
+        if missing:
+            logger.warning(
+                "MoE autotune %s: NOT hooked: %s. SGLang's loader says why above; see `sglang-moe-autotune doctor`.",
+                *(__version__, ", ".join(missing)),
+            )
+            return
+        shapes = len({layer.key for layer in self._layers})
+        rows = sum(len(rows) for rows in self.lookup.rows().values())
+        logger.info(
+            "MoE autotune %s: hooks in place; shapes on the Triton path: %d; learned rows: %d; mode %s; store %s.",
+            *(__version__, shapes, rows, self.settings.mode),
+            self.store.path if self.store is not None else "not opened",
+        )
+
+    # -- rows -------------------------------------------------------------------------------------------------
+
+    def _publish_stored(self) -> None:
+        assert self.store is not None  # noqa: S101 - start opens it first
+        rows = []
+        for record in self.store.contents.records.values():
+            if record.verdict == "faster" and self._is_live(record.shape) and self._may_serve(record):
+                rows.append((_call_key(record.shape), record.M, record.pair))
+        self.lookup.publish(rows)
+
+    def _is_live(self, shape: MoeShape) -> bool:
+        return not self._layers or bool(self._layers_of(shape))
+
+    def _may_serve(self, record: Record) -> bool:
+        """Does the record still hold here? Its baseline must be what SGLang would use today, or its gain says
+        nothing; and a file that SGLang ships for this Triton wins unless the user says otherwise."""
+        if not self._tunable(record.shape):
+            return False
+        if any(illegal(config, record.shape) for config in (record.pair.up, record.pair.down)):
+            return False
+        return record.source == "pinned" or read_answer(releases.ask_stock(record.shape, record.M)) == record.baseline
+
+    def origin(self, shape: MoeShape) -> Origin:
+        """Where SGLang's answer comes from; the folder is read once a shape."""
+        if shape not in self._origins:
+            self._origins[shape] = releases.origin(shape)
+        return self._origins[shape]
+
+    def _learned(self, record: Record) -> None:
+        """The tuner's sink: keep the record, and serve it where that is allowed."""
+        assert self.store is not None  # noqa: S101 - the tuner exists after the store
+        self.store.submit(record=record)
+        if record.verdict != "faster":
+            return
+        if self.settings.mode != "restart":
+            self.lookup.publish([(_call_key(record.shape), record.M, record.pair)])
+        evidence = record.evidence
+        logger.info(
+            "MoE autotune learned %s M=%d: %.1f %% faster (%.1f -> %.1f us, at least %.1f %%), %s instead of %s.",
+            *(record.shape.slug, record.M, 100 * evidence.gain, evidence.baseline_us, evidence.chosen_us),
+            *(100 * evidence.gain_low, record.pair, record.baseline),
+        )
+
+    # -- news -------------------------------------------------------------------------------------------------
+
+    def _take_news(self, now: float) -> bool:
+        """Misses and heat into the tuner, notes into the store; True if that cost what a slice may cost."""
+        for miss in self.lookup.take_seen():
+            self._add(miss)
+        if served := self.heat.take(self._captured):
+            for M, count in served.items():  # noqa: N806
+                self._served[M] = self._served.get(M, 0) + count
+            assert self.tuner is not None  # noqa: S101 - checked by the caller
+            for shape in self._origins:
+                for M, count in served.items():  # noqa: N806
+                    self.tuner.heat(shape, M, count)
+        if self._notes:
+            if next(self._notes[0], self) is self:
+                self._notes.popleft()
+            return True
+        if self._served and now - self._last_note_s > _NOTE_EVERY_S:
+            self._last_note_s = now
+            for shape in self._origins:
+                self._submit_note(shape, {})
+        return False
+
+    def _add(self, miss: Missed) -> None:
+        if (shape := self._shape_of(miss.key)) is None or self.tuner is None:
+            return
+        if shape not in self._origins:
+            words = _ORIGIN_WORDS[self.origin(shape)]
+            logger.info("MoE autotune recorded %s: SGLang has %s for it.", shape.slug, words)
+            self._notes.append(self._ask_baselines(shape))
+        if miss.baseline is not None and self.settings.max_m >= miss.M and self._tunable(shape):
+            self.tuner.add(shape, miss.M, miss.baseline)
+
+    def _tunable(self, shape: MoeShape) -> bool:
+        return self.settings.mode == "all" or self.origin(shape) != "exact"
+
+    def _ask_baselines(self, shape: MoeShape) -> Iterator[None]:
+        """What SGLang uses at each M of the usual grid, and on both sides of each change between them: an
+        export pins these. One question a step."""
+        found: dict[int, ConfigPair] = {}
+
+        def ask(M: int) -> ConfigPair | None:  # noqa: N803
+            if M not in found and (pair := read_answer(releases.ask_stock(shape, M))) is not None:
+                found[M] = pair
+            return found.get(M)
+
+        for M in GRID:  # noqa: N806
+            ask(M)
+            yield
+        for start, end in itertools.pairwise(GRID):
+            low, high = start, end
+            while high - low > 1 and ask(low) != ask(high):
+                middle = (low + high) // 2
+                low, high = (middle, high) if ask(middle) == ask(low) else (low, middle)
+                yield
+        self._submit_note(shape, found)
+
+    def _submit_note(self, shape: MoeShape, baselines: dict[int, ConfigPair]) -> None:
+        assert self.store is not None  # noqa: S101 - the tuner exists after the store
+        note = ShapeNote(shape, baselines, dict(self._served), self.origin(shape))
+        self.store.submit(note=note)
+
+    def _shape_of(self, key: CallKey) -> MoeShape | None:
+        """The shape of a call; None where no live layer makes it, or layers of unlike kinds share it."""
+        if not self._layers:
+            return MoeShape(*key) if self.device is not None and self.device.source == "replayed" else None
+        shapes = {layer.shape(key) for layer in self._layers if layer.key == key._replace(top_k=layer.key.top_k)}
+        return shapes.pop() if len(shapes) == 1 else None
+
+    def _layers_of(self, shape: MoeShape) -> Sequence[LiveLayer]:
+        key = _call_key(shape)
+        return [x for x in self._layers if x.key == key._replace(top_k=x.key.top_k) and x.shape(key) == shape]
+
+    def _stand_aside(self, reason: str) -> None:
+        if self.reason != reason and self.tuner is not None:
+            self.tuner.abandon()
+        self.state, self.reason = "standing aside", reason
+
+
+def _call_key(shape: MoeShape) -> CallKey:
+    return CallKey(
+        shape.w1_shape, shape.w2_shape, shape.top_k, shape.dtype, shape.block_shape, shape.per_channel_quant
+    )

@@ -1,0 +1,202 @@
+"""What the shell prints for people: values in, rich tables and lines out.
+
+A line fits 80 columns or is folded; nothing is cut off, so a pipe gets all of it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from sglang_moe_autotune.summary import title
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from pathlib import Path
+
+    from rich.console import RenderableType
+
+    from sglang_moe_autotune.doctor import Check
+    from sglang_moe_autotune.shapes import ConfigPair
+    from sglang_moe_autotune.status import LiveStatus, Server, Servers
+    from sglang_moe_autotune.store import StoredEnvironment
+    from sglang_moe_autotune.summary import Row, ShapeSummary
+
+_STYLES = {
+    "ok": "green",
+    "warn": "yellow",
+    "fail": "bold red",
+    "unknown": "dim",
+    "running": "green",
+    "elsewhere": "green",
+    "silent": "yellow",
+    "gone": "dim",
+    "faster": "green",
+}
+_NEXT = 3
+
+
+def _table(*columns: str, right: Sequence[str] = ()) -> Table:
+    """Columns by heading; no frame, so that lines of a pipe are easily cut."""
+    table = Table(box=None, padding=(0, 1, 0, 0), header_style="bold", pad_edge=False)
+    for name in columns:
+        table.add_column(name, justify="right" if name in right else "left", overflow="fold")
+    return table
+
+
+def percent(fraction: float | None) -> str:
+    """A gain, one decimal; empty for None."""
+    return "" if fraction is None else f"{100 * fraction:.1f} %"
+
+
+def duration(seconds: float) -> str:
+    """A time in its largest unit, for people."""
+    seconds = max(0.0, seconds)
+    for size, unit in ((86400, "days"), (3600, "h"), (60, "min")):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{seconds:.0f} s"
+
+
+def _words(presence: str) -> Text:
+    return Text(presence, style=_STYLES.get(presence, ""))
+
+
+def server(entry: Server, now_unix_s: float) -> list[RenderableType]:
+    """A line that says who and what, and an indented one for each thing worth it."""
+    live = entry.live
+    head = Text.assemble(_words(entry.presence), f"  pid {live.pid} on {live.host}, rank {live.rank}: ")
+    if entry.presence in {"silent", "gone"}:
+        head.append(f"last word {duration(now_unix_s - live.unix_s)} ago, ")
+    head.append(live.state)
+    if live.current and live.state in {"tuning", "waiting"}:
+        head.append(f" {live.current[0]} M={live.current[1]}")
+    if live.reason:
+        head.append(f" ({live.reason})")
+    about = (
+        live.device_name,
+        live.sglang and f"SGLang {live.sglang}",
+        live.triton and f"Triton {live.triton}",
+        f"mode {live.mode}",
+        f"for {duration(live.unix_s - live.since_unix_s)}",
+    )
+    lines = [", ".join(part for part in about if part)]
+    if entry.presence != "gone":
+        cap = "" if live.budget_s is None else f" of {live.budget_s:g}"
+        counts = live.compile
+        lines += [
+            f"{live.rows} learned rows answer (epoch {live.epoch}); {_queue(live)}",
+            f"{live.gpu_s_last_hour:.1f}{cap} GPU s in the last hour, {live.gpu_s:.1f} in all",
+            f"{live.slices:,} slices; no user's request for {duration(live.idle_s)}",
+            f"binaries: {counts.ordered} ordered, {counts.ready} ready, {counts.failed} failed",
+            *(f"not now: {where}: {why}" for where, why in sorted(live.deferred.items())),
+        ]
+    wrong = [Text(what, style="bold red") for what in broken(live)]
+    return [head, *(Padding(line, (0, 0, 0, 2), expand=False) for line in (*map(Text, lines), *wrong))]
+
+
+def broken(live: LiveStatus) -> list[str]:
+    """What is wrong with a server, by its own word."""
+    lost = (path for path, in_place in live.hooks.items() if not in_place)
+    wrong = [f"the hook on {path} is not in place: run doctor" for path in lost]
+    if count := live.serving_compiles_for_tuning:
+        wrong.append(f"{count} kernels were compiled in the serving process for tuning: please report it")
+    return wrong
+
+
+def _queue(live: LiveStatus) -> str:
+    if not live.queue:
+        return "nothing in the queue"
+    ms = ", ".join(str(m) for _, m in live.queue[:_NEXT])
+    return f"{len(live.queue)} in the queue (M = {ms}{', ...' if len(live.queue) > _NEXT else ''})"
+
+
+def status(
+    root: Path, found: Servers, entries: Sequence[StoredEnvironment], now_unix_s: float, *, everything: bool
+) -> Iterator[RenderableType]:
+    """The whole answer of ``status``; processes that are gone are counted, or shown with ``everything``."""
+    yield f"Store: {root}"
+    gone = sum(entry.presence == "gone" for entry in found.servers)
+    shown = [entry for entry in found.servers if everything or entry.presence != "gone"]
+    for entry in shown:
+        yield ""
+        yield from server(entry, now_unix_s)
+    yield ""
+    if not shown:
+        yield "No server writes here now."
+    if gone and not everything:
+        yield f"Gone: {gone} (--all shows them)."
+    if not shown or (gone and not everything):
+        yield ""
+    if not entries:
+        yield "Nothing is stored yet."
+        return
+    numbers = ("shapes", "records", "problems")
+    table = _table("stored for", *numbers, right=numbers)
+    for e in entries:
+        name = e.path.name if e.environment is None else title(e.environment)
+        table.add_row(name, str(e.shapes), str(e.records), str(len(e.problems)))
+        for problem in e.problems:
+            table.add_row(Padding(Text(problem, style="yellow"), (0, 0, 0, 2), expand=False))
+    yield table
+
+
+def shapes(summaries: Iterable[ShapeSummary]) -> Table:
+    """A line a shape: counts of M by outcome, best and mean gain."""
+    numbers = ("faster", "baseline", "untuned", "best", "mean")
+    table = _table("shape", *numbers, right=numbers)
+    for s in summaries:
+        counts = (str(len(ms)) for ms in (s.faster, s.baseline, s.untuned))
+        table.add_row(s.shape.slug, *counts, percent(s.best_gain), percent(s.mean_gain))
+    return table
+
+
+def shape_rows(rows: Iterable[Row]) -> Table:
+    """Two lines an M: SGLang's answer above what was learned."""
+    table = _table("M", "verdict", "up", "down", "us", "gain", right=("M", "us", "gain"))
+    for row in rows:
+        if row.record is None:
+            verdict = "untuned" if row.served else "not served"
+            table.add_row(str(row.M), _words(verdict), *_pair(row.baseline))
+            continue
+        verdict, e = row.record.verdict, row.record.evidence
+        baseline_us, chosen_us = f"{e.baseline_us:.1f}", f"{e.chosen_us:.1f}"
+        gain = percent(e.gain) if verdict == "faster" else ""
+        table.add_row(str(row.M), _words(verdict), *_pair(row.baseline), baseline_us, gain)
+        if verdict == "faster":
+            interval = f"{100 * e.gain_low:.1f}..{100 * e.gain_high:.1f}"
+            table.add_row("", f"n={e.samples}", *_pair(row.record.pair), chosen_us, interval)
+    return table
+
+
+def _pair(pair: ConfigPair | None) -> tuple[str, str]:
+    if pair is None:
+        return "", ""
+    return str(pair.up), "same" if pair.up == pair.down else str(pair.down)
+
+
+def checks(rows: Iterable[Check]) -> Table:
+    """A line a check, and a line for its cure."""
+    table = _table("", "check", "says")
+    for row in rows:
+        table.add_row(_words(row.health), row.name, row.says)
+        if row.cure:
+            table.add_row("", "", Text(f"-> {row.cure}", style="italic"))
+    return table
+
+
+def simulation(result: Mapping[str, Any]) -> Iterator[RenderableType]:
+    """The object of ``simulate --json`` as a table per M and a summary."""
+    numbers = ("M", "baseline us", "chosen us", "best us", "regret", "measured", "GPU s")
+    table = _table(*numbers, "accepted", right=numbers)
+    for m, row in sorted(result["per_m"].items(), key=lambda item: int(item[0])):
+        times = (f"{row[key]:.1f}" for key in ("baseline_us", "chosen_us", "best_us"))
+        costs = (f"{100 * row['regret']:.2f} %", str(row["measured"]), f"{row['gpu_s']:.2f}")
+        table.add_row(m, *times, *costs, "yes" if row["accepted"] else "no")
+    yield table
+    mean, p95 = (100 * result[key] for key in ("regret_geomean", "regret_p95"))
+    yield f"regret against the best recorded: {mean:.2f} % (geometric mean), {p95:.2f} % (p95)"
+    yield f"cost: {result['gpu_s']:.1f} GPU s, {result['compiled']} configs compiled (seed {result['seed']})"

@@ -1,0 +1,172 @@
+"""The side process really compiles for sm_90 without a GPU, and its cache entry is found by name."""
+# ruff: noqa: PLC0415 - what runs in the other process imports there
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from scheduler_process import SchedulerProcess
+
+pytestmark = pytest.mark.sglang
+
+
+def prepare() -> None:
+    """Leave in the process: ``record(config, M)`` that names the binary of a launch, on memory-less tensors."""
+    import builtins
+
+    import torch
+    import triton
+    import triton.language as tl
+    from triton.backends.compiler import GPUTarget
+
+    from sglang_moe_autotune import compile_child, launch, releases
+
+    triton.runtime.driver.set_active(compile_child.StubDriver(GPUTarget("cuda", 90, 32)))
+    recorder = launch.LaunchRecorder(releases.invoke_function())
+
+    def record(config: dict[str, int], m: int, experts: int = 8, top_k: int = 2) -> launch.Binary:
+        N = K = 256  # noqa: N806 - the field's names
+        M, E = m, experts  # noqa: N806 - as above
+        def empty(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+            return torch.empty(*shape, dtype=dtype, device="meta")
+
+        block, bf16 = config["BLOCK_SIZE_M"], torch.bfloat16
+        ids = M * top_k * block if M * top_k < E + 1 else M * top_k + (E + 1) * (block - 1)
+        made = recorder.record(
+            empty(M, K, dtype=bf16), empty(E, N, K, dtype=bf16), None, empty(M * top_k, N, dtype=bf16),
+            None, None, None, empty(M, top_k, dtype=torch.float32), empty(M, top_k), empty(ids),
+            empty(ids // block + 1), empty(1), False, top_k, config, compute_type=tl.bfloat16, use_fp8_w8a8=False, use_int8_w8a8=False,
+            use_int8_w8a16=False, use_int4_w4a16=False, per_channel_quant=False, block_shape=None,
+        )  # fmt: skip
+        return launch.binary_of(made, 0)
+
+    builtins.record_launch = record  # type: ignore[attr-defined]
+
+
+def compile_in_the_child(shared_memory_bytes: int) -> dict[str, object]:
+    import builtins
+    import os
+    import time
+    from pathlib import Path
+
+    import triton
+
+    from sglang_moe_autotune import launch
+    from sglang_moe_autotune.compiler import Compiler
+    from sglang_moe_autotune.listener import CompileCount
+
+    count = CompileCount()
+    count.install()
+    record = builtins.record_launch  # type: ignore[attr-defined]
+    small = {"BLOCK_SIZE_M": 16, "BLOCK_SIZE_N": 32, "BLOCK_SIZE_K": 64, "GROUP_SIZE_M": 1, "num_stages": 2}
+    large = {**small, "BLOCK_SIZE_M": 128, "BLOCK_SIZE_N": 256, "num_warps": 8, "num_stages": 4}
+    binaries = [record(small, 16), record(large, 16)]
+    compiler = Compiler(1, shared_memory_bytes)
+    seen: list[list[str]] = []
+    longest_s, end = 0.0, time.monotonic() + 90
+    while time.monotonic() < end:
+        begun = time.perf_counter()
+        now = [compiler.readiness(b) for b in binaries]
+        if seen:
+            longest_s = max(longest_s, time.perf_counter() - begun)
+        if not seen or seen[-1] != now:
+            seen.append(now)
+        if "waiting" not in now:
+            break
+        time.sleep(0.02)
+    child = compiler._child
+    environment = Path(f"/proc/{child.pid}/environ").read_bytes().split(b"\0") if child else []
+    nice = os.getpriority(os.PRIO_PROCESS, child.pid) if child else None
+    kernel = launch.load(binaries[0])
+    compiler.close()
+    return {
+        "seen": seen,
+        "reasons": [compiler.reason(b) for b in binaries],
+        "counts": compiler.counts,
+        "compiled_here": count.compiled,
+        "cached": [b.on_disk() for b in binaries],
+        "hash_is_tritons": kernel.hash == binaries[0].hash,
+        "device_caches": sum(len(c[0]) for c in binaries[0].source.fn.device_caches.values()),
+        "hidden_gpu": b"CUDA_VISIBLE_DEVICES=" in environment,
+        "nice": nice,
+        "longest_ms": longest_s * 1e3,
+        "folder": triton.knobs.cache.dir,
+    }
+
+
+def variants() -> list[str]:
+    import builtins
+
+    record = builtins.record_launch  # type: ignore[attr-defined]
+    config = {"BLOCK_SIZE_M": 16, "BLOCK_SIZE_N": 32, "BLOCK_SIZE_K": 64, "GROUP_SIZE_M": 1}
+    # top-9 over 9 experts: 8 * 9 is no multiple of 16, 16 * 9 is one
+    return [record(config, m, experts=9, top_k=9).hash for m in (8, 16, 32)]
+
+
+def survive_the_death_of_the_child() -> dict[str, object]:
+    import builtins
+    import os
+    import signal
+    import time
+
+    from sglang_moe_autotune.compiler import Compiler
+
+    config = {"BLOCK_SIZE_M": 16, "BLOCK_SIZE_N": 32, "BLOCK_SIZE_K": 128, "GROUP_SIZE_M": 1, "num_warps": 4}
+    binary = builtins.record_launch(config, 16)  # type: ignore[attr-defined]
+    compiler = Compiler(1, 1 << 20)
+    first = compiler.readiness(binary)
+    states = []
+    for _ in range(3):
+        child = compiler._child
+        assert child is not None
+        os.kill(child.pid, signal.SIGKILL)
+        child.wait()
+        end = time.monotonic() + 10
+        while compiler._child is child and time.monotonic() < end:
+            compiler.poll()
+            time.sleep(0.01)
+        states.append(compiler.readiness(binary))
+    return {"first": first, "states": states, "reason": compiler.reason(binary)}
+
+
+def test_a_candidate_is_compiled_elsewhere_and_found_here(scheduler: SchedulerProcess) -> None:
+    scheduler.run(prepare)
+    told = scheduler.run(compile_in_the_child, 100_000)
+    assert told["seen"][0] == ["waiting", "waiting"]
+    assert told["seen"][-1] == ["ready", "failed"]
+    assert told["compiled_here"] == 0
+    assert told["cached"] == [True, True]
+    assert told["hash_is_tritons"]
+    assert told["device_caches"] == 0
+    assert told["hidden_gpu"]
+    assert told["nice"] == 19
+    assert told["folder"].startswith(str(scheduler.folder))
+
+
+def test_c01_a_binary_that_needs_more_shared_memory_than_the_gpu_has_is_refused_before_a_launch(
+    scheduler: SchedulerProcess,
+) -> None:
+    scheduler.run(prepare)
+    told = scheduler.run(compile_in_the_child, 100_000)
+    assert "shared memory" in told["reasons"][1]
+    # The orders of the test before are on disk: nothing is compiled twice, and no process is started for them.
+    assert told["counts"] == {"ordered": 0, "ready": 1, "failed": 1}
+    assert told["nice"] is None
+
+
+def test_c21_divisibility_by_16_asks_for_another_binary(scheduler: SchedulerProcess) -> None:
+    scheduler.run(prepare)
+    eight, sixteen, thirty_two = scheduler.run(variants)
+    assert eight != sixteen
+    assert sixteen == thirty_two
+
+
+def test_c16_a_compile_process_that_dies_is_replaced_and_then_given_up(scheduler: SchedulerProcess) -> None:
+    scheduler.run(prepare)
+    told = scheduler.run(survive_the_death_of_the_child)
+    assert told["first"] == "waiting"
+    assert told["states"] == ["waiting", "waiting", "failed"]
+    assert "compile process" in told["reason"]

@@ -1,0 +1,85 @@
+"""What README and docs say exists: commands, files, settings, modules and versions."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from import_table import modules
+
+import sglang_moe_autotune
+from sglang_moe_autotune import cli
+from sglang_moe_autotune.settings import NUMBERS, PREFIX
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = ("README.md", "CHANGELOG.md", *sorted(str(p.relative_to(ROOT)) for p in (ROOT / "docs").glob("*.md")))
+SETTINGS = {PREFIX + name for name in ("MODE", "DIR", *(n.name for n in NUMBERS))}
+
+
+def text(page: str) -> str:
+    return (ROOT / page).read_text(encoding="utf-8")
+
+
+def commands(page: str) -> list[list[str]]:
+    """The words of each command line in the page's console blocks, comments taken off."""
+    blocks = re.findall(r"```console\n(.*?)```", text(page), re.DOTALL)
+    lines = [line for block in blocks for line in block.splitlines() if line.startswith("$ ")]
+    return [line.removeprefix("$ ").split("  #")[0].split() for line in lines]
+
+
+SHELL = [words[1] for words in commands("README.md") if words[0] == "sglang-moe-autotune"]
+
+
+def test_the_first_screen_holds_the_two_commands_of_a_fresh_machine() -> None:
+    first = [words[0] for words in commands("README.md")]
+    assert first[:2] == ["./scripts/demo", "./scripts/test"]
+    assert text("README.md").index("./scripts/test") < 1500, "the two commands have left the first screen"
+
+
+def test_the_readme_shows_every_command_of_the_shell() -> None:
+    assert set(SHELL) == set(cli.main.commands) - {"simulate"}
+
+
+@pytest.mark.parametrize("command", SHELL)
+def test_a_command_of_the_readme_explains_itself(command: str) -> None:
+    result = CliRunner().invoke(cli.main, [command, "--help"])
+    assert result.exit_code == 0, result.output
+    assert f"{command} " in result.output
+
+
+@pytest.mark.parametrize("command", [c for c in SHELL if c not in ("show", "export")])
+def test_a_command_of_the_readme_runs_on_an_empty_store(command: str) -> None:
+    result = CliRunner().invoke(cli.main, [command])
+    assert result.exit_code in (0, 1), result.output
+    assert not isinstance(result.exception, Exception) or isinstance(result.exception, SystemExit)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_to_files(page: str) -> None:
+    targets = re.findall(r"\]\(([^)#]+)\)", text(page))
+    missing = [t for t in targets if "://" not in t and not ((ROOT / page).parent / t).exists()]
+    assert not missing
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_settings_that_are_named_exist(page: str) -> None:
+    named = set(re.findall(rf"{PREFIX}[A-Z_]+[A-Z]", text(page)))
+    assert named <= SETTINGS
+
+
+def test_the_design_names_modules_that_exist() -> None:
+    table = re.findall(r"^\| (.*?) \|", text("docs/design.md"), re.MULTILINE)
+    named = {name for cell in table for name in re.findall(r"`(\w+)`", cell)}
+    assert named
+    assert named <= set(modules())
+
+
+def test_pages_are_short() -> None:
+    assert len(text("docs/design.md").splitlines()) <= 150
+
+
+def test_the_changelog_names_the_version_or_what_is_not_released() -> None:
+    headings = re.findall(r"^## (\S+)", text("CHANGELOG.md"), re.MULTILINE)
+    assert headings[0] in ("Unreleased", sglang_moe_autotune.__version__)

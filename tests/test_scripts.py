@@ -1,0 +1,105 @@
+"""The scripts refuse what cannot work in one sentence with the cure, and do nothing twice."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def bash(snippet: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    """Run a snippet that has ``scripts/environment`` at hand."""
+    inherited = {k: v for k, v in os.environ.items() if k not in ("PYTHON", "SGLANG_MOE_AUTOTUNE_TEST_ENV")}
+    return subprocess.run(
+        ["bash", "-euc", f"source scripts/environment; {snippet}"],
+        cwd=ROOT,
+        env={**inherited, **environ},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=30,
+    )
+
+
+def finished_environment(folder: Path) -> dict[str, str]:
+    """Variables that point to a folder which says that the environment in it is complete."""
+    folder.mkdir()
+    marks = 'echo "$(digest "$requirements"/{requirements,constraints,sglang}.txt)"'
+    marks += '; echo "$repository $(digest "$repository/pyproject.toml")"'
+    everything, package = bash(marks).stdout.splitlines()
+    (folder / ".installed").write_text(everything + "\n", encoding="utf-8")
+    (folder / ".package").write_text(package + "\n", encoding="utf-8")
+    return {"SGLANG_MOE_AUTOTUNE_TEST_ENV": str(folder), "PYTHON": "/no/such/python"}
+
+
+@pytest.mark.parametrize("python", ["/no/such/python", "/bin/false"], ids=["absent", "fails"])
+def test_an_unsuitable_python_is_named(python: str, tmp_path: Path) -> None:
+    done = bash("make_environment", PYTHON=python, SGLANG_MOE_AUTOTUNE_TEST_ENV=str(tmp_path / "venv"))
+    assert done.returncode == 1
+    assert done.stderr.strip().count("\n") == 0
+    assert f"PYTHON={python} is not a Python 3.11" in done.stderr
+
+
+def test_a_finished_environment_is_used_as_it_is(tmp_path: Path) -> None:
+    """With no Python to make one from and no pip in it, anything but using it would fail."""
+    environ = finished_environment(tmp_path / "venv")
+    done = bash('make_environment; echo "$python"; echo "$PYTHONPATH"; env', **environ)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    python, path, *variables = done.stdout.splitlines()
+    assert python == str(tmp_path / "venv" / "bin" / "python")
+    assert path.split(os.pathsep)[0] == str(ROOT)
+    assert not [v for v in variables if v.startswith("SGLANG_MOE_AUTOTUNE_TEST_ENV")]
+
+
+@pytest.mark.parametrize("mark", [".installed", ".package"])
+def test_an_environment_for_something_else_is_not_taken_for_finished(mark: str, tmp_path: Path) -> None:
+    environ = finished_environment(tmp_path / "venv")
+    (tmp_path / "venv" / mark).write_text("an earlier state\n", encoding="utf-8")
+    assert bash("make_environment", **environ).returncode != 0
+    assert (tmp_path / "venv" / mark).read_text(encoding="utf-8") == "an earlier state\n"
+
+
+@pytest.mark.parametrize(
+    ("environ", "folder"),
+    [
+        pytest.param({"XDG_CACHE_HOME": "/x", "HOME": "/h"}, "/x/sglang-moe-autotune", id="xdg"),
+        pytest.param({"XDG_CACHE_HOME": "", "HOME": "/h"}, "/h/.cache/sglang-moe-autotune", id="home"),
+        pytest.param({"XDG_CACHE_HOME": "", "HOME": "/"}, f"{ROOT}/.venv-cache", id="home-is-the-root"),
+        pytest.param({"XDG_CACHE_HOME": "", "HOME": ""}, f"{ROOT}/.venv-cache", id="no-home"),
+    ],
+)
+def test_the_environment_lies_in_the_cache_of_the_user(environ: dict[str, str], folder: str) -> None:
+    assert bash("cache_folder", **environ).stdout.strip() == folder
+
+
+def test_the_server_of_the_demo_finds_the_plugin_of_the_checkout(tmp_path: Path) -> None:
+    """An isolated Python without site-packages sees the entry point through PYTHONPATH alone."""
+    site = tmp_path / "site"
+    snippet = f"""
+import sys
+sys.path.insert(0, {str(ROOT / "scripts")!r})
+import pathlib, demo_gpu
+demo_gpu.site_folder(pathlib.Path({str(tmp_path)!r}))
+"""
+    subprocess.run([sys.executable, "-c", snippet], check=True, timeout=60)
+    look = "from importlib.metadata import entry_points as e; print([p.value for p in e(group='sglang.srt.plugins')])"
+    environ = {"PYTHONPATH": os.pathsep.join([str(site), str(ROOT)])}
+    done = subprocess.run(
+        [sys.executable, "-S", "-c", look], env=environ, capture_output=True, text=True, check=True, timeout=30
+    )
+    assert done.stdout.strip() == "['sglang_moe_autotune.plugin:register']"
+
+
+def test_an_unknown_kind_of_demo_is_refused() -> None:
+    environ = {**os.environ, "SGLANG_MOE_AUTOTUNE_DEMO": "tpu"}
+    done = subprocess.run(
+        [str(ROOT / "scripts" / "demo")], env=environ, capture_output=True, text=True, check=False, timeout=30
+    )
+    assert done.returncode == 2
+    assert "must be cpu or gpu, not 'tpu'" in done.stderr
