@@ -33,7 +33,7 @@ class Deferral(msgspec.Struct, frozen=True):
 class Entry:
     """What is kept of one (shape, M)."""
 
-    __slots__ = ("M", "baseline", "faults", "gpu_s", "long", "looked", "record", "shape", "state")
+    __slots__ = ("M", "baseline", "faults", "gpu_s", "long", "looks", "ordered", "record", "shape", "state")
 
     def __init__(self, shape: MoeShape, M: int, baseline: ConfigPair) -> None:  # noqa: N803
         self.shape, self.M, self.baseline = shape, M, baseline
@@ -44,8 +44,10 @@ class Entry:
         self.gpu_s = 0.0
         self.record: Record | None = None
         """learned here, not one from the store"""
-        self.looked = 0
-        """configs that the shape had when this M was last searched"""
+        self.looks = 0
+        """searches that ended"""
+        self.ordered = 0
+        """configs that the shape had when the last one did"""
 
     @property
     def key(self) -> Key:

@@ -64,6 +64,7 @@ class DeviceProvider:
         self.peak_scratch_bytes = 0
 
     def open(self, shape: MoeShape, M: int, baseline: ConfigPair) -> Bench | str:  # noqa: N803
+        self.compiler.recover()
         layers = self.serving.layers(shape)
         if not layers:
             return "no live layer of this shape"

@@ -1,8 +1,9 @@
 """The process that compiles: no CUDA, niced, dead with the server that started it.
 
 Reads one JSON object a line on stdin (a binary as ``launch.encode`` writes it) and answers one a line on
-stdout: {"hash", "ok", "shared_bytes", "seconds", "error"}. The binary ends up in Triton's disk cache, where
-the server finds it by its hash. Run as ``python -m sglang_moe_autotune.compile_child PARENT_PID PROCESSES``.
+stdout: {"hash", "ok", "shared_bytes", "seconds", "error", "fault"}, where "fault" says that the failure is this
+process's and not the candidate's. The binary ends up in Triton's disk cache, where the server finds it by its
+hash. Run as ``python -m sglang_moe_autotune.compile_child PARENT_PID PROCESSES``.
 """
 
 from __future__ import annotations
@@ -51,6 +52,7 @@ def build(order: dict[str, Any]) -> dict[str, Any]:
     """Compile one order; every failure is an answer, because a candidate may be impossible."""
     start = time.perf_counter()
     answer: dict[str, Any] = {"hash": order.get("hash"), "ok": False, "shared_bytes": None, "error": None}
+    answer["fault"] = True
     try:
         import triton  # noqa: PLC0415 - the child pays for it once, after it is niced
 
@@ -59,11 +61,12 @@ def build(order: dict[str, Any]) -> dict[str, Any]:
         binary = launch.decode(order)
         triton.runtime.driver.set_active(StubDriver(binary.target))
         if binary.hash == order["hash"]:
+            answer["fault"] = False
             compiled = launch.load(binary)
             _build_launcher(binary.source, compiled.metadata)
             answer |= {"ok": True, "shared_bytes": compiled.metadata.shared}
         else:
-            answer["error"] = f"this process would name the binary {binary.hash}: its Triton or kernel source differs"
+            answer["error"] = f"{binary.hash} is its name in the compile process: Triton or the kernel differs there"
     except Exception as error:  # noqa: BLE001 - Triton, LLVM and ptxas raise anything; the server gets the text
         answer["error"] = f"{type(error).__name__}: {error}"[:500]
     answer["seconds"] = round(time.perf_counter() - start, 3)
@@ -101,7 +104,7 @@ def main() -> None:
     for line in sys.stdin:
         order = json.loads(line)
         if pool is None:
-            _import_kernels(order)
+            _get_ready(order)
             pool = ProcessPoolExecutor(processes, context, _start_worker, (os.getpid(),))
 
         def answer(future: Future[dict[str, Any]], order: dict[str, Any] = order) -> None:
@@ -109,7 +112,7 @@ def main() -> None:
             if failure is None:
                 result = future.result()
             else:
-                result = {"hash": order["hash"], "ok": False, "error": f"the compiler process died: {failure}"}
+                result = {"hash": order["hash"], "ok": False, "error": f"the compiler died on it: {failure}", "fault": False}
             answers.write(json.dumps(result) + "\n")
 
         try:
@@ -120,13 +123,18 @@ def main() -> None:
         future.add_done_callback(answer)
 
 
-def _import_kernels(order: dict[str, Any]) -> None:
+def _get_ready(order: dict[str, Any]) -> None:
     """Import once, before the workers are forked; a failure comes back with each order instead."""
-    import contextlib  # noqa: PLC0415 - used here only
-    import importlib  # noqa: PLC0415 - used here only
+    try:
+        from sglang_moe_autotune import launch  # noqa: PLC0415 - the child pays for it once, after it is niced
 
-    with contextlib.suppress(ImportError):
-        importlib.import_module(order["module"])
+        if launch.decode(order).hash != order["hash"]:
+            # Inductor points Triton to torch's own ptxas at its first compile. The server's Triton keeps naming
+            # its binaries after the ptxas it began with, so the child must use that one.
+            os.environ.pop("TRITON_PTXAS_PATH", None)
+            launch.forget_ptxas()
+    except Exception:  # noqa: BLE001 - whatever it is, ``build`` meets it again and answers with it
+        return
 
 
 if __name__ == "__main__":

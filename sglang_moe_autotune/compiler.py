@@ -12,13 +12,15 @@ import sys
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sglang_moe_autotune import launch
+from sglang_moe_autotune.bench import Declined
 
 if TYPE_CHECKING:
     from sglang_moe_autotune.bench import Readiness
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("sglang.moe_autotune")
 
 _MAX_DEATHS = 3
+_MAX_REASONS_LOGGED = 5
 _READ_BYTES = 1 << 16
 
 
@@ -43,6 +45,8 @@ class Compiler:
         self._shared_memory_bytes = shared_memory_bytes
         self._child: subprocess.Popen[bytes] | None = None
         self._deaths = 0
+        self._fault = ""
+        self._reasons_logged: set[str] = set()
         self._unsent: collections.deque[bytes] = collections.deque()
         self._received = b""
         self._orders: dict[str, bytes] = {}
@@ -57,7 +61,10 @@ class Compiler:
         return {"ordered": self.ordered, "ready": ready, "failed": len(self._outcomes) - ready}
 
     def readiness(self, binary: launch.Binary) -> Readiness:
-        """Is this binary launchable? The first call orders it if the disk cache lacks it."""
+        """Is this binary launchable? The first call orders it if the disk cache lacks it.
+
+        Raises Declined while the compile process does not work: that says nothing about a candidate.
+        """
         outcome = self._outcomes.get(binary.hash)
         if outcome is None and binary.hash not in self._orders:
             if binary.on_disk():
@@ -70,8 +77,16 @@ class Compiler:
                 reason = "the compile process is done, but Triton's cache has no entry where this server looks"
                 outcome = self._finish(binary.hash, outcome._replace(ok=False, reason=reason))
         if outcome is None:
+            if self._fault:
+                raise Declined(self._fault)
             return "waiting"
         return "ready" if outcome.ok else "failed"
+
+    def recover(self) -> None:
+        """Give a compile process that did not work another chance; for the next try of a deferred job."""
+        if self._fault:
+            self.close()
+            self._fault, self._deaths = "", 0
 
     def reason(self, binary: launch.Binary) -> str:
         outcome = self._outcomes.get(binary.hash)
@@ -107,6 +122,9 @@ class Compiler:
             self._child.wait()
             self._close_pipes()
             self._child = None
+        self._received = b""
+        self._unsent.clear()
+        self._orders.clear()
 
     def _order(self, binary: launch.Binary) -> None:
         try:
@@ -114,13 +132,10 @@ class Compiler:
         except TypeError as error:
             self._finish(binary.hash, Outcome(False, str(error), None, 0.0))
             return
-        if self._deaths >= _MAX_DEATHS:
-            self._finish(binary.hash, Outcome(False, "the compile process keeps dying", None, 0.0))
-            return
         self.ordered += 1
         self._orders[binary.hash] = line
         self._unsent.append(line)
-        if self._child is None:
+        if self._child is None and not self._fault:
             self._start()
         self.poll()
 
@@ -149,11 +164,12 @@ class Compiler:
         self._received = b""
         self._unsent.clear()
         self._deaths += 1
-        logger.warning("The MoE autotune compile process ended with code %s (%d of %d times before it is given up).",
-                       code, self._deaths, _MAX_DEATHS)
+        logger.warning(
+            "MoE autotune's compile process ended with code %s (%d of %d times before a pause).",
+            *(code, self._deaths, _MAX_DEATHS),
+        )
         if self._deaths >= _MAX_DEATHS:
-            for name in list(self._orders):
-                self._finish(name, Outcome(False, f"the compile process ended with code {code}", None, 0.0))
+            self._fault = f"the compile process ended {self._deaths} times, last with code {code}"
         elif self._orders:
             self._unsent.extend(self._orders.values())
             self._start()
@@ -169,7 +185,12 @@ class Compiler:
         seconds = float(answer.get("seconds") or 0.0)
         self.compile_s += seconds
         reason = answer.get("error") or ""
-        if answer["hash"] in self._orders:
+        if reason and len(self._reasons_logged) < _MAX_REASONS_LOGGED and reason not in self._reasons_logged:
+            self._reasons_logged.add(reason)
+            logger.info("MoE autotune could not compile a candidate: %s", reason)
+        if answer.get("fault"):
+            self._fault = f"the compile process does not work: {reason}"
+        elif answer["hash"] in self._orders:
             self._finish(answer["hash"], Outcome(bool(answer["ok"]), reason, answer.get("shared_bytes"), seconds))
 
     def _read_metadata(self, binary: launch.Binary) -> Outcome:

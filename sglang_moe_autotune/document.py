@@ -46,14 +46,18 @@ def encode(contents: Contents, breathe: Callable[[], None] = no_breath) -> bytes
         "schema": b"%d" % SCHEMA,
         "environment": contents.environment_text or msgspec.json.encode(contents.environment),
     }
+    records = list(_record_lines(contents, breathe))
+    breathe()
+    records.sort()
     lists = {
         "shapes": sorted(_note_lines(contents, breathe)),
-        "records": [line for _, line in sorted(_record_lines(contents, breathe))],
+        "records": [line for _, line in records],
         "unread": [_unread_line(u) for u in sorted(contents.unread)],
     }
     fields = [b"%s: %s" % (_quoted(key), text) for key, text in head.items()]
     for key, lines in lists.items():
         body = b"[\n  %s\n]" % b",\n  ".join(lines) if lines else b"[]"
+        breathe()
         fields.append(b"%s: %s" % (_quoted(key), body))
     fields += [b"%s: %s" % (_quoted(key), text) for key, text in sorted(contents.document_text.items())]
     return b"{\n%s\n}\n" % b",\n".join(fields)
@@ -99,7 +103,9 @@ def decode(data: bytes, breathe: Callable[[], None] = no_breath) -> Contents | U
         return Unreadable("broken", f"it has {len(data)} bytes, more than the {MAX_BYTES} that are read")
     try:
         data.decode()  # msgspec.Raw does not look into strings: a bad byte would be written back
+        breathe()
         top = msgspec.json.decode(data, type=dict[str, msgspec.Raw])
+        breathe()
         schema = msgspec.json.decode(top.pop("schema", b"0"), type=int)
         lists = {k: msgspec.json.decode(top.pop(k, b"[]"), type=list[msgspec.Raw]) for k in _LISTS}
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:

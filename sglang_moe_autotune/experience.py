@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from statistics import fmean
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from sglang_moe_autotune.shapes import GEMMS, ConfigPair, Gemm, KernelConfig
 
@@ -12,6 +13,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from sglang_moe_autotune.records import Record
+
+
+_RECENT: Final = 64
 
 
 class Trial(NamedTuple):
@@ -52,6 +56,8 @@ class Experience:
         self.measured: dict[int, dict[Trial, Measurement]] = {}
         self.reference: dict[int, ConfigPair] = {}
         """by M the pair that its ratios are to"""
+        self.reference_us: dict[int, dict[Gemm, deque[float]]] = {}
+        """by M recent times of that pair's two launches"""
         self.ordered: dict[KernelConfig, None] = {}
         """configs whose binaries were asked for, oldest first"""
         self.failed: dict[Trial, str] = {}
@@ -72,6 +78,14 @@ class Experience:
                 for trial, row in rows.items()
                 if (by := shift[trial.gemm]) is not None
             }
+            times = self.reference_us.get(M, {})
+            self.reference_us[M] = {
+                gemm: deque((us * math.exp(by) for us in times.get(gemm, ())), _RECENT)
+                for gemm in GEMMS
+                if (by := shift[gemm]) is not None
+            }
+        for gemm in GEMMS:
+            self.reference_us.setdefault(M, {}).setdefault(gemm, deque(maxlen=_RECENT))
         self.measured[M], self.reference[M] = rows, reference
         return rows
 
@@ -91,6 +105,19 @@ class Experience:
     def winners(self) -> frozenset[KernelConfig]:
         """Configs that some M is served with."""
         return frozenset(c for pair in self.chosen.values() for c in (pair.up, pair.down))
+
+    def untried_winners(self, M: int) -> frozenset[KernelConfig]:  # noqa: N803
+        """Winners of the two nearest M that were not measured at this one."""
+        near = [self.chosen[m] for m in self.nearest(M)[:2] if m in self.chosen]
+        rows = self.measured.get(M, {})
+        return frozenset(
+            config
+            for pair in near
+            for gemm in GEMMS
+            if (config := pair.of(gemm)) in self.ordered
+            and (trial := Trial(gemm, config)) not in rows
+            and trial not in self.failed
+        )
 
     def nearest(self, M: int) -> list[int]:  # noqa: N803
         """Other M with a winner or measurements, the nearest first."""

@@ -44,6 +44,8 @@ class JobOptions(msgspec.Struct, frozen=True):
     """of each of the two tests"""
     pairs: int = 3
     """tried in turn where outputs disagree or adoption fails"""
+    compile_wait_s: float = 600.0
+    """without any binary getting ready; then the job goes on without those it waits for"""
     poll_s: float = 0.02
     """between two looks at binaries that were all being compiled"""
     search: SearchOptions = SearchOptions()
@@ -66,7 +68,7 @@ class Outcome(msgspec.Struct, frozen=True):
         gain, low, high = self.estimate
         baseline_us, samples = self.baseline_us, self.samples
         if before is not None:
-            baseline_us, samples = before.baseline_us, samples + before.samples
+            baseline_us, samples = before.baseline_us or baseline_us, samples + before.samples
             gain, low, high = (
                 1 - (1 - first) * (1 - then)
                 for first, then in ((before.gain, gain), (before.gain_low, low), (before.gain_high, high))
@@ -99,7 +101,7 @@ class Job:
         options: JobOptions,
         clock: Callable[[], float],
         *,
-        second_look: bool = False,
+        allowance: int,
     ) -> None:
         self.shape, self.M, self.baseline = shape, M, baseline
         self.phase: Phase = "preparing"
@@ -109,7 +111,7 @@ class Job:
         """pairs that were faster and were not taken, with the reason"""
         self._bench, self._experience, self._prior = bench, experience, prior
         self._options, self._clock = options, clock
-        self._second_look = second_look
+        self._allowance = allowance
 
     def steps(self) -> Steps:
         """One bench call at most between two yields."""
@@ -126,7 +128,7 @@ class Job:
             self._experience,
             self._prior,
             self._options.search,
-            compile_new=not self._second_look,
+            allowance=self._allowance,
         )
         self.phase = "searching"
         yield from self._race(search)
@@ -148,7 +150,7 @@ class Job:
             if not wanted:
                 yield "worked"
             waiting = deque(wanted)
-            fruitless = 0
+            fruitless, moved_s = 0, self._clock()
             while waiting:
                 trial = waiting.popleft()
                 if not search.count(trial):
@@ -159,11 +161,13 @@ class Job:
                         waiting.append(trial)
                         fruitless += 1
                         yield "worked"
-                        if fruitless >= len(waiting):
+                        if self._clock() - moved_s > self._options.compile_wait_s:
+                            search.drop(trial)
+                        elif fruitless >= len(waiting):
                             fruitless = 0
                             yield from self._rest()
                         continue
-                    fruitless = 0
+                    fruitless, moved_s = 0, self._clock()
                     if state == "failed":
                         search.fail(trial, self._bench.reason(*trial))
                         yield "worked"
@@ -213,11 +217,12 @@ class Job:
             self._note_tie(second, measured)
             return True
         self.phase = "adopting"
-        while (state := self._bench.adopt(pair)) == "waiting":
+        give_up_s = self._clock() + self._options.compile_wait_s
+        while (state := self._bench.adopt(pair)) == "waiting" and self._clock() < give_up_s:
             yield "worked"
             yield from self._rest()
         yield "worked"
-        if state == "failed":
+        if state != "ready":
             self.refused[pair] = "serving would have had to compile it"
             return False
         samples = first.samples + second.samples

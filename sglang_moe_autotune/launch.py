@@ -124,6 +124,15 @@ def cache_hash(source: ASTSource, target: Any, options: Any) -> str:
     return hashlib.sha256(key.encode()).hexdigest()
 
 
+def forget_ptxas() -> None:
+    """Make Triton look at its assembler again after its path has changed; it remembers the version it saw."""
+    from triton.backends.nvidia import compiler  # noqa: PLC0415 - CUDA only
+
+    for name in ("get_ptxas_version", "get_ptxas"):
+        if (clear := getattr(getattr(compiler, name, None), "cache_clear", None)) is not None:
+            clear()
+
+
 def shared_bytes(binary: Binary) -> int:
     """Shared memory a block of a binary on disk needs, as its metadata states. Raises OSError, ValueError or
     KeyError where the entry is damaged."""

@@ -9,13 +9,14 @@ from __future__ import annotations
 import logging
 import math
 import re
+from functools import lru_cache
 from itertools import chain, islice
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import msgspec
 
 from sglang_moe_autotune import regimes
-from sglang_moe_autotune.search_space import filled, neighbours
+from sglang_moe_autotune.search_space import AXES, filled, neighbours
 from sglang_moe_autotune.shapes import Gemm, KernelConfig, MoeShape
 
 if TYPE_CHECKING:
@@ -49,6 +50,9 @@ _OTHER_VENDOR: Final = 0.05
 _OTHER_GEMM: Final = 0.6
 _SAME_SHAPE: Final = 3.0
 _NEIGHBOUR: Final = 0.1
+_FARTHEST_OCTAVES: Final = 3.0
+_LEAST_WEIGHT: Final = 0.01
+"""of the weightiest file's; lighter ones are not counted"""
 
 
 class Winners(NamedTuple):
@@ -76,17 +80,17 @@ class _Table:
     """The winners of a dtype class by number, so that a ranking (a slice on the serving thread) hashes nothing."""
 
     def __init__(self) -> None:
-        self.files: list[tuple[Winners, tuple[tuple[int, int], ...]]] = []
+        self.files: list[tuple[Winners, dict[int, int]]] = []
         self.ms: set[int] = set()
         self.numbers: dict[KernelConfig, int] = {}
         self.near: dict[int, tuple[int, ...]] = {}
 
     def add(self, winners: Winners) -> None:
-        rows = tuple((m, self._number(config)) for m, config in winners.rows)
-        for (m, config), (_, number) in zip(winners.rows, rows, strict=True):
+        rows = {m: self._number(config) for m, config in winners.rows}
+        for m, config in winners.rows:
             self.ms.add(m)
-            if number not in self.near:
-                self.near[number] = tuple(self._number(step) for step in neighbours(config))
+            if rows[m] not in self.near:
+                self.near[rows[m]] = tuple(self._number(step) for step in neighbours(config))
         self.files.append((winners, rows))
 
     def _number(self, config: KernelConfig) -> int:
@@ -102,6 +106,7 @@ class Prior:
         self._device_name = device_name.replace(" ", "_")
         self._tables: dict[DtypeClass, _Table] = {}
         self._unread: dict[DtypeClass, list[ConfigFile]] = {}
+        self._weighed: dict[tuple[MoeShape, Gemm], list[tuple[float, dict[int, int]]]] = {}
 
     def load_step(self, shape: MoeShape) -> bool:
         """Read one more file of this shape's dtype class, about 0.3 ms; True when all are read."""
@@ -134,23 +139,32 @@ class Prior:
         table = self._tables[dtype_class(shape)]
         configs = list(table.numbers)
         votes = [0.0] * len(configs)
-        fade = {m: math.exp(-_PER_OCTAVE_OF_M * abs(math.log2(m / M))) for m in table.ms}
-        for file, rows in table.files:
-            weight = self._weight(file, shape, gemm)
-            for m, number in rows:
-                votes[number] += weight * fade[m]
+        near = [(m, far) for m in table.ms if (far := abs(math.log2(m / M))) <= _FARTHEST_OCTAVES]
+        fades = [(m, math.exp(-_PER_OCTAVE_OF_M * far)) for m, far in near]
+        for weight, rows in self._weigh(table, shape, gemm):
+            for m, fade in fades:
+                if (number := rows.get(m)) is not None:
+                    votes[number] += weight * fade
         smooth = list(votes)
         for number, vote in enumerate(votes):
             if vote:
                 rub_off = vote * _NEIGHBOUR
-                for near in table.near.get(number, ()):
-                    smooth[near] += rub_off
-        order = sorted(range(len(smooth)), key=smooth.__getitem__, reverse=True)
+                for step in table.near[number]:
+                    smooth[step] += rub_off
+        order = sorted((n for n, vote in enumerate(smooth) if vote), key=smooth.__getitem__, reverse=True)
         supported = list(islice((configs[n] for n in order if configs[n] in space), count))
         if len(supported) < count:
             rest = chain(regimes.order(shape, M), sorted(space, key=str) if len(space) < count else ())
             supported = list(islice(dict.fromkeys(c for c in chain(supported, rest) if c in space), count))
         return supported
+
+    def _weigh(self, table: _Table, shape: MoeShape, gemm: Gemm) -> list[tuple[float, dict[int, int]]]:
+        """The files that count for a shape; kept, since a ranking must fit a slice."""
+        if (shape, gemm) not in self._weighed:
+            weighed = [(self._weight(file, shape, gemm), rows) for file, rows in table.files]
+            least = _LEAST_WEIGHT * max((weight for weight, _ in weighed), default=0.0)
+            self._weighed[shape, gemm] = [(weight, rows) for weight, rows in weighed if weight >= least]
+        return self._weighed[shape, gemm]
 
     def _weight(self, file: Winners, shape: MoeShape, gemm: Gemm) -> float:
         weight = math.exp(
@@ -206,11 +220,13 @@ def _key(file: ConfigFile) -> tuple[str, str]:
 
 def _config(raw: msgspec.Raw) -> KernelConfig | None:
     try:
-        row = msgspec.json.decode(raw, type=dict[str, int])
-        return filled(KernelConfig.from_dict(row))  # without USE_TMA and other keys that are not tiles
+        row = msgspec.json.decode(raw, type=dict[str, Any])
+        tiles = {key: value for key, value in row.items() if key in AXES}  # not USE_TMA, waves_per_eu, ...
+        return filled(KernelConfig.from_dict(tiles))
     except (msgspec.DecodeError, ValueError):
         return None
 
 
+@lru_cache
 def _family(device_name: str) -> str:
     return next((name for name, pattern in _FAMILIES if pattern.search(device_name)), "older")

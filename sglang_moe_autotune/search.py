@@ -31,10 +31,10 @@ class SearchOptions(msgspec.Struct, frozen=True):
 
     compiled_per_shape: int = 80
     """distinct configs of a shape, over all M: compiles are the cost that users feel"""
-    first_compiled: int = 28
-    """of them for the first M of a shape; later M share what is left"""
-    expansions: int = 4
-    """rounds of neighbours"""
+    patience: int = 2
+    """rounds of neighbours without progress after which a search ends"""
+    progress: float = 0.003
+    """what counts as progress, as a fraction of the best pair's time"""
     leaders: int = 3
     """configs of a GEMM whose neighbours are tried in a round"""
     stages: tuple[int, ...] = (1, 3, 8)
@@ -42,6 +42,8 @@ class SearchOptions(msgspec.Struct, frozen=True):
     final_stages: tuple[int, ...] = (24, 64)
     finalists: tuple[int, ...] = (5, 3)
     """trials of a GEMM in each final stage"""
+    final_s: float = 0.15
+    """about what the launches of a final stage may take; long launches then get fewer samples"""
     cut_sigmas: float = 2.0
     seed: int = 0
     """the order in which equals are tried"""
@@ -50,7 +52,7 @@ class SearchOptions(msgspec.Struct, frozen=True):
 
 
 _PRIOR_SIGMA: Final = 0.03  # of one paired sample, until enough were seen to tell
-_HOPELESS: Final = math.log(1.5)  # lag at a neighbouring M beyond which a config is not measured at this one
+_HOPELESS: Final = math.log(1.35)  # lag at a neighbouring M beyond which a config is not measured at this one
 _PER_RANK: Final = 0.0005  # what a place in the prior's order is worth, in log time
 _OTHER: Final[dict[Gemm, Gemm]] = {"up": "down", "down": "up"}
 
@@ -74,20 +76,23 @@ class Search:
         prior: Prior,
         options: SearchOptions | None = None,
         *,
-        compile_new: bool = True,
+        allowance: int,
     ) -> None:
+        """allowance: new configs that this search may compile; twice that while it makes progress."""
         self.shape, self.M, self.baseline = shape, M, baseline
         self.experience = experience
         self.options = options or SearchOptions()
         self.done = False
         self._prior = prior
         self._rows = experience.at(M, baseline)
-        self._baseline_us: dict[Gemm, list[float]] = {gemm: [] for gemm in GEMMS}
+        self._baseline_us = experience.reference_us[M]
         self._share: dict[Gemm, float] = {"up": 0.6, "down": 0.4}
         self._race: dict[Trial, None] = {}
         self._target = 0
         self._promise: dict[KernelConfig, int] = {}
-        self._allowance = self._compile_allowance() if compile_new else 0
+        self._allowance = allowance
+        self._left = max(0, self.options.compiled_per_shape - len(experience.ordered))
+        self._compiled = 0
         self._plan = self._stages()
 
     def ask(self) -> list[Trial]:
@@ -128,11 +133,11 @@ class Search:
         by_tile: dict[int, dict[Gemm, list[KernelConfig]]] = {}
         for trial in sorted(costs, key=costs.__getitem__):
             by_tile.setdefault(trial.config.BLOCK_SIZE_M, {gemm: [] for gemm in GEMMS})[trial.gemm].append(trial.config)
-        pairs = {self.baseline} | {
+        pairs = {
             ConfigPair(up, down) for tile in by_tile.values() for up in tile["up"][:5] for down in tile["down"][:5]
         }
-        found: dict[Ranked, float] = {}
-        for pair in pairs:
+        found: dict[Ranked, float] = {Ranked(self.baseline, 1.0): 1.0}
+        for pair in pairs - {self.baseline}:
             relative = costs[Trial("up", pair.up)] + costs[Trial("down", pair.down)]
             new = len({pair.up, pair.down} - winners - {self.baseline.up, self.baseline.down})
             found[Ranked(pair, relative)] = relative * (1 + self.options.tie * new / 2)
@@ -157,20 +162,21 @@ class Search:
             yield []
         merged = dict.fromkeys(c for both in zip_longest(*orders) for c in both if c is not None)
         self._promise = {config: place for place, config in enumerate(merged)}
-        fresh = self._field()
-        for expansion in range(self.options.expansions + 1):
-            if expansion:
-                fresh = self._fresh_neighbours(self.options.expansions + 1 - expansion)
-            if not fresh:
-                break
+        fresh, best, fruitless = self._field(), math.inf, 0
+        while fresh:
             self._enter(fresh)
             for target in self.options.stages:
                 yield self._wanted(target)
                 self._cut()
                 yield []
+            before, best = best, min(best, _best(_least_by_tile(self._costs())))
+            fruitless = 0 if best < before * (1 - self.options.progress) else fruitless + 1
+            fresh = self._fresh_neighbours(progress=not fruitless) if fruitless < self.options.patience else []
         for target, finalists in zip(self.options.final_stages, self.options.finalists, strict=True):
             self._race = dict.fromkeys(self._finalists(finalists))
-            yield self._wanted(target)
+            self._cut()
+            affordable = self.options.final_s * 1e6 / max(1.0, self.baseline_us * len(self._race))
+            yield self._wanted(min(target, max(self.options.stages[-1], int(affordable))))
 
     def _wanted(self, target: int) -> list[Trial]:
         self._target = target
@@ -178,14 +184,17 @@ class Search:
 
     def _enter(self, configs: Iterable[KernelConfig]) -> None:
         for config in configs:
-            self.experience.ordered[config] = None
+            if config not in self.experience.ordered:
+                self.experience.ordered[config] = None
+                self._compiled += 1
+                self._left -= 1
             self._race |= {t: None for gemm in GEMMS if (t := Trial(gemm, config)) not in self.experience.failed}
 
     def _cut(self) -> None:
         """Drop trials whose best possible pair is slower than the leading pair beyond the uncertainty of both."""
         costs, sigma = self._costs(), self._sigma()
         least = _least_by_tile(costs)
-        best = min(sum(tile.values()) for tile in least.values())
+        best = _best(least)
         for trial in list(self._race):
             if trial in costs:
                 slack = self.options.cut_sigmas * sigma / math.sqrt(len(self._rows[trial].logs))
@@ -215,14 +224,14 @@ class Search:
         lags = self.experience.lags(self.M)
         field |= dict.fromkeys(c for c in self.experience.ordered if lags.get(c, 0.0) < reach and self._may_try(c))
         new = [c for c in self._promise if c not in field and c not in self.experience.ordered and self._may_try(c)]
-        part = self._allowance // 3 if nearest else self._allowance * 2 // 3
-        take = new[: max(part, min(1, self._allowance))]
-        self._allowance -= len(take)
-        return [*field, *take]
+        part = math.ceil(self._allowance / (2 if nearest else 1.5))
+        return [*field, *new[: min(part, self._left)]]
 
-    def _fresh_neighbours(self, rounds_left: int) -> list[KernelConfig]:
+    def _fresh_neighbours(self, *, progress: bool) -> list[KernelConfig]:
         """New configs one step from the leaders, the most promising first, as many as this round may compile."""
-        if self._allowance <= 0:
+        most = self._allowance * 2 if progress else self._allowance
+        size = min(math.ceil(self._allowance / 4), most - self._compiled, self._left)
+        if size <= 0:
             return []
         costs = self._costs()
         least = _least_by_tile(costs)
@@ -241,9 +250,7 @@ class Search:
                     place = self._promise.get(near, len(self._promise))
                     score = math.log(pair_costs[leader]) + steps.expected(leader, near) + _PER_RANK * place
                     scores[near] = min(score, scores.get(near, math.inf))
-        fresh = sorted(scores, key=lambda c: (scores[c], self._lot(c)))[: math.ceil(self._allowance / rounds_left)]
-        self._allowance -= len(fresh)
-        return fresh
+        return sorted(scores, key=lambda c: (scores[c], self._lot(c)))[:size]
 
     def _lot(self, config: KernelConfig) -> int:
         """The order of equals, by the seed."""
@@ -255,23 +262,16 @@ class Search:
             return False
         return not filled(self.baseline.up) == filled(self.baseline.down) == config
 
-    def _compile_allowance(self) -> int:
-        """New configs this M may compile: many for the first M, then a share of the rest by how new the M is."""
-        left = max(0, self.options.compiled_per_shape - len(self.experience.ordered))
-        nearest = self.experience.nearest(self.M)
-        if not nearest:
-            return min(left, self.options.first_compiled)
-        novelty = min(2.0, octaves(nearest[0], self.M))
-        return math.ceil(left * 0.15 * (0.2 + novelty))
-
     # -- estimates -------------------------------------------------------------------------------------------------
 
     def _costs(self) -> dict[Trial, float]:
-        """Trials with an estimate, the baseline's two among them, in units of the baseline pair's time."""
+        """Trials with an estimate in units of the baseline pair's time, the baseline's own two among them."""
         if all(self._baseline_us.values()):
-            up, down = (median(self._baseline_us[gemm][-64:]) for gemm in GEMMS)
+            up, down = (median(self._baseline_us[gemm]) for gemm in GEMMS)
             self._share = {"up": up / (up + down), "down": down / (up + down)}
         costs = {t: self._share[t.gemm] * math.exp(row.centre) for t, row in self._rows.items() if row.logs}
+        if self.baseline.up.extra or self.baseline.down.extra:
+            return costs  # its keys (USE_TMA, ...) tie its two launches together: half of it goes with nothing else
         return costs | {Trial(gemm, self.baseline.of(gemm)): self._share[gemm] for gemm in GEMMS}
 
     def _sigma(self) -> float:
@@ -308,6 +308,10 @@ class _Steps:
 
 def _values(config: KernelConfig) -> tuple[int, ...]:
     return tuple(getattr(filled(config), axis) for axis in AXES)
+
+
+def _best(least: dict[int, dict[Gemm, float]]) -> float:
+    return min([1.0, *(sum(tile.values()) for tile in least.values())])
 
 
 def _least_by_tile(costs: dict[Trial, float]) -> dict[int, dict[Gemm, float]]:

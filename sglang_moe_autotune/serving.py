@@ -146,7 +146,7 @@ class Serving:
     def start(self, device: Device) -> None:
         """Open the store of the device's environment, publish what it holds, and get ready to tune."""
         self.device = device
-        self.store = Store.open(self.root, device.environment)
+        self.store = Store.open(self.root, device.environment, read_only=self.settings.mode == "read-only")
         self._publish_stored()
         if self.settings.mode != "read-only":
             options = TunerOptions(

@@ -89,16 +89,16 @@ class _Bad(NamedTuple):
 def _take(values: dict[str, Any], warnings: list[str], name: str, value: object) -> None:
     if isinstance(value, _Bad):
         default = Settings.default(name)
-        used = "the usual cache folder" if default is None else f"the default {default:g}"
-        if isinstance(default, str):
-            used = f"the default {default}"
+        shown = f"{default:g}" if isinstance(default, (int, float)) else default
+        used = "the usual cache folder" if shown is None else f"the default {shown}"
         warnings.append(f"{PREFIX}{name} must be {value.rule}, not {value.text!r}; {used} is used.")
     else:
         values[name.lower()] = value
 
 
 def _mode(text: str) -> str | _Bad:
-    return text if text in _CHOICES else _Bad(f"one of {', '.join(_CHOICES)}", text)
+    mode = text.lower()  # somebody who writes OFF must not get the default
+    return mode if mode in _CHOICES else _Bad(f"one of {', '.join(_CHOICES)}", text)
 
 
 def _dir(text: str) -> Path | _Bad:
@@ -126,7 +126,7 @@ def _is_unknown(name: str) -> bool:
 
 
 def _unknown(name: str) -> str:
-    nearest = difflib.get_close_matches(name.removeprefix(PREFIX), _NAMES, n=1, cutoff=0.0)
+    nearest = difflib.get_close_matches(name.removeprefix(PREFIX).upper(), _NAMES, n=1, cutoff=0.0)
     hint = PREFIX + nearest[0] if nearest else PREFIX + _NAMES[0]
     return f"{name} is not a setting and is ignored; the nearest name is {hint}."
 

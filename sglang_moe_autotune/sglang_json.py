@@ -93,7 +93,7 @@ def table(shape: MoeShape, records: Iterable[Record], note: ShapeNote | None) ->
     seen = _seen(mine, note)
     rows = {m: _baseline(seen, shape.E, m) for m in {*GRID, *seen, *learned}}
     rows.update(learned)
-    for low, high in itertools.pairwise([0, *sorted(rows), max(*rows, shape.E) + 2]):
+    for low, high in itertools.pairwise([0, *sorted(rows), max(rows) + 2]):
         pins = {low + 1} if low in learned and high not in learned else set()
         if high in learned and low not in learned:
             pins.add(high - 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal
@@ -14,7 +15,7 @@ from sglang_moe_autotune.bench import BenchmarkProvider, Declined
 from sglang_moe_autotune.bench import Comparison as Comparison
 from sglang_moe_autotune.bench import Readiness as Readiness
 from sglang_moe_autotune.bench import Sample as Sample
-from sglang_moe_autotune.experience import Experience
+from sglang_moe_autotune.experience import Experience, octaves
 from sglang_moe_autotune.job import Job, JobOptions, Outcome, Phase
 from sglang_moe_autotune.prior import Prior
 from sglang_moe_autotune.records import Record, Source
@@ -44,8 +45,10 @@ class TunerOptions(msgspec.Struct, frozen=True):
     """before a deferred M is tried again; doubles with each time, to an hour at most"""
     max_faults: int = 3
     """exceptions of the bench after which an M is left alone"""
-    second_look: int = 8
-    """an M settled here is searched once more when the shape has this many binaries it did not try; 0: never"""
+    looks: int = 4
+    """searches of an M at most; all M have their first one before any has its second"""
+    worth_a_look: int = 8
+    """binaries of the shape that an M did not try for which it is searched again"""
     search: SearchOptions = SearchOptions()
     source: Source = "learned"
     sglang: str = ""
@@ -202,10 +205,26 @@ class Tuner:
     # -- jobs ------------------------------------------------------------------------------------------------------
 
     def _worth_a_second_look(self, entry: Entry) -> bool:
-        """Has the shape grown enough binaries that this M, settled here, did not try?"""
-        if not self.options.second_look or entry.record is None:
+        """Is there enough that this M, settled here, did not try: binaries and winners of other M, or new ones?"""
+        if entry.record is None or entry.looks >= self.options.looks:
             return False
-        return len(self.experience(entry.shape).ordered) - entry.looked >= self.options.second_look
+        experience = self.experience(entry.shape)
+        ordered = len(experience.ordered)
+        if ordered - entry.ordered >= self.options.worth_a_look or experience.untried_winners(entry.M):
+            return True
+        return entry.looks == 1 and ordered < self.options.search.compiled_per_shape
+
+    def _allowance(self, entry: Entry, experience: Experience) -> int:
+        """New configs that a search may compile: few in the first one, so that all M have an answer soon, and a
+        fair share of the rest in the second."""
+        left = self.options.search.compiled_per_shape - len(experience.ordered)
+        peers = [e for e in self._agenda.entries.values() if e.shape == entry.shape]
+        if entry.looks == 0:
+            nearest = experience.nearest(entry.M)
+            novelty = min(2.0, octaves(nearest[0], entry.M)) if nearest else 5.0
+            return max(0, min(left, math.ceil(novelty * 1.5)))
+        waiting = sum(e.looks <= 1 for e in peers) or 1
+        return max(0, math.ceil(left / waiting)) if entry.looks == 1 else 0
 
     def _run(self, entry: Entry) -> Iterator[Step]:
         second_look = entry.state == "settled"
@@ -217,6 +236,7 @@ class Tuner:
             raise Declined(bench)
         self._bench = bench
         self._agenda.deferred.pop(entry.key, None)
+        yield "worked"
         job = Job(
             entry.shape,
             entry.M,
@@ -230,14 +250,14 @@ class Tuner:
                 search=msgspec.structs.replace(self.options.search, seed=self.options.seed),
             ),
             self._clock,
-            second_look=second_look,
+            allowance=self._allowance(entry, experience),
         )
         self._job = job
         for progress in job.steps():
             if job.prepared and not entry.long and bench.launch_us > self.options.slice_us:
                 self._agenda.note_long(entry)
             yield progress
-        entry.looked = len(experience.ordered)
+        entry.looks, entry.ordered = entry.looks + 1, len(experience.ordered)
         self._account()
         if job.outcome is not None and not (second_look and job.outcome.pair == baseline):
             self._settle(entry, experience, job.outcome)
@@ -245,13 +265,17 @@ class Tuner:
     def _settle(self, entry: Entry, experience: Experience, outcome: Outcome) -> None:
         """Hand the record to the sink; only then is the M done, so that a failing sink loses nothing."""
         before = entry.record.evidence if entry.record else None
+        evidence = outcome.evidence(entry.gpu_s, before)
+        if before is None and (stored := self._agenda.stored.get(entry.key)) is not None:
+            # The store keeps of two records the one with more samples, and the stored one's baseline is outdated.
+            evidence = msgspec.structs.replace(evidence, samples=evidence.samples + stored.evidence.samples)
         record = Record(
             shape=entry.shape,
             M=entry.M,
             verdict="baseline" if outcome.pair == entry.baseline else "faster",
             pair=outcome.pair,
             baseline=entry.baseline,
-            evidence=outcome.evidence(entry.gpu_s, before),
+            evidence=evidence,
             source=self.options.source,
             sglang=self.options.sglang,
             driver=self.options.driver,
@@ -282,7 +306,9 @@ class Tuner:
         if entry is not None:
             entry.faults += 1
             if entry.faults >= self.options.max_faults:
-                entry.state = "failed"
+                if entry.record is None:
+                    entry.state = "failed"
+                entry.looks = self.options.looks
                 self._agenda.deferred.pop(entry.key, None)
             else:
                 self._agenda.defer(entry, f"fault {entry.faults} of its bench", self._clock())

@@ -18,7 +18,7 @@ LAYERS: dict[str, Layer] = {
         (
             "__init__", "shapes", "search_space", "prior", "search", "decision", "records", "sglang_json",
             "lookup", "tuner", "landscape", "replay", "errors", "targets",
-            "experience", "summary", "document", "validity", "heat", "bench", "budget", "job", "regimes",
+            "experience", "summary", "document", "validity", "heat", "bench", "budget", "job", "regimes", "agenda",
         ),
         "pure",
     ),

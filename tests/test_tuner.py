@@ -1,0 +1,489 @@
+"""One slice a step, the hottest first, nothing adopted that did not prove itself, nothing lost when it is cut short."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import pytest
+import synthetic
+
+from sglang_moe_autotune.bench import Bench, Comparison, Declined
+from sglang_moe_autotune.records import Evidence, Record
+from sglang_moe_autotune.replay import ReplayProvider
+from sglang_moe_autotune.search import SearchOptions
+from sglang_moe_autotune.tuner import Step, Tuner, TunerOptions
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from sglang_moe_autotune.landscape import Landscape
+    from sglang_moe_autotune.shapes import ConfigPair, MoeShape
+
+LANDSCAPE = synthetic.landscape(ms=(3, 12, 24, 512), ruggedness=0.02)  # C34: M of speculative decoding, too
+SHAPE = LANDSCAPE.shape
+FEW = SearchOptions(compiled_per_shape=12)
+CALLS = ("prepare", "readiness", "measure", "compare", "adopt", "close")
+
+
+class Watched:
+    """A replay whose bench calls are counted and can be answered by a test instead."""
+
+    def __init__(self, landscape: Landscape = LANDSCAPE, **answers: Callable[..., Any]) -> None:
+        self.replay = ReplayProvider(landscape, noise_percent=1.0)
+        self.calls: list[str] = []
+        self.answers = answers
+        self.open_benches = 0
+
+    def open(self, shape: MoeShape, M: int, baseline: ConfigPair) -> Bench | str:
+        self.calls.append(f"open {M}")
+        if "open" in self.answers and (answer := self.answers["open"](M)) is not None:
+            return str(answer)
+        bench = self.replay.open(shape, M, baseline)
+        assert not isinstance(bench, str)
+        self.open_benches += 1
+        return WatchedBench(self, bench)  # type: ignore[return-value]
+
+
+class WatchedBench:
+    def __init__(self, provider: Watched, bench: Bench) -> None:
+        self._provider, self._bench = provider, bench
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._bench, name)
+        if name not in CALLS:
+            return self._provider.answers[name]() if name in self._provider.answers else value
+
+        def call(*args: Any) -> Any:
+            self._provider.calls.append(name)
+            if name == "close":
+                self._provider.open_benches -= 1
+            answer = self._provider.answers.get(name, lambda *_: None)(*args)
+            return value(*args) if answer is None else answer
+
+        return call
+
+
+class Bed:
+    """A tuner on a watched replay, and what came out of it."""
+
+    def __init__(self, provider: Watched | None = None, options: TunerOptions | None = None, **more: Any) -> None:
+        self.provider = provider or Watched()
+        self.records: list[Record] = []
+        self.tuner = Tuner(
+            self.provider,
+            more.pop("sink", self.records.append),
+            options=options or TunerOptions(search=FEW, source="replayed"),
+            space=lambda _: self.provider.replay.landscape.candidates,
+            clock=self.provider.replay.clock,
+            unix_clock=lambda: 7.0,
+            **more,
+        )
+
+    def add(self, *ms: int) -> Bed:
+        for M in ms:
+            self.tuner.add(SHAPE, M, self.provider.replay.landscape.baselines[M].pair)
+        return self
+
+    def run(self, *, deep_idle: bool = True, steps: int = 100_000) -> Iterator[Step]:
+        for _ in range(steps):
+            step = self.tuner.step(deep_idle)
+            yield step
+            if step == "nothing":
+                return
+            if step == "waiting":
+                self.provider.replay.wait(0.01)
+        raise AssertionError(f"not at rest after {steps} steps")
+
+    def finish(self, *, deep_idle: bool = True) -> list[Record]:
+        for _ in self.run(deep_idle=deep_idle):
+            pass
+        return self.records
+
+
+def last(records: list[Record]) -> dict[int, Record]:
+    return {record.M: record for record in records}
+
+
+# -- slices ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_step_makes_at_most_one_bench_call() -> None:
+    bed = Bed().add(3, 512)
+    before = 0
+    for _ in bed.run():
+        assert len([c for c in bed.provider.calls[before:] if c != "close"]) <= 1
+        before = len(bed.provider.calls)
+    assert before > 100
+
+
+def test_a_step_without_work_costs_less_than_five_microseconds() -> None:
+    bed = Bed().add(3)
+    bed.finish()
+    best_s = float("inf")
+    for _ in range(5):
+        started = time.perf_counter()
+        for _ in range(1000):
+            bed.tuner.step(deep_idle=False)
+            bed.tuner.step(deep_idle=True)
+        best_s = min(best_s, (time.perf_counter() - started) / 2000)
+    assert best_s < 5e-6
+
+
+def test_thinking_between_slices_stays_short() -> None:
+    bed = Bed(options=TunerOptions()).add(3, 12, 24, 512)
+    worst: list[float] = []
+    step: Step = "worked"
+    while step != "nothing":
+        started = time.thread_time()
+        step = bed.tuner.step(deep_idle=True)
+        worst.append(time.thread_time() - started)
+        bed.provider.replay.wait(0.01)
+    worst.sort()
+    assert worst[len(worst) // 2] < 0.0002
+    assert worst[int(len(worst) * 0.99)] < 0.004
+
+
+def test_while_everything_compiles_it_waits_without_measuring() -> None:
+    provider = Watched()
+    provider.replay.compile_s = 5.0
+    bed = Bed(provider).add(3)
+    steps = []
+    for step in bed.run():
+        steps.append(step)
+        if provider.replay.now_s > 4.0:
+            break
+    assert "measure" not in provider.calls
+    assert steps.count("waiting") > 100
+    assert provider.calls.count("readiness") < 250 * 24  # 4 s of looks, 20 ms apart, at 12 configs of two GEMMs
+    bed.finish()
+    assert bed.records
+
+
+def test_a_binary_that_never_comes_does_not_hold_up_the_job_for_ever() -> None:
+    stuck: list[Any] = []
+
+    def readiness(gemm: str, config: Any) -> str | None:
+        stuck[:] = stuck or [config]
+        return "waiting" if config == stuck[0] else None
+
+    provider = Watched(readiness=readiness)
+    bed = Bed(provider).add(3)
+    for step in bed.run():
+        if step == "waiting":
+            provider.replay.wait(1.0)
+    assert set(last(bed.records)) == {3}
+
+
+# -- order -------------------------------------------------------------------------------------------------------------
+
+
+def test_the_hottest_goes_first() -> None:
+    bed = Bed().add(3, 12, 24)
+    for M, count in ((12, 5), (24, 50), (3, 1), (24, 1)):
+        bed.tuner.heat(SHAPE, M, count)
+    bed.finish()
+    assert list(dict.fromkeys(record.M for record in bed.records)) == [24, 12, 3]
+
+
+def test_long_launches_run_in_deep_idle_only_and_do_not_hold_up_short_ones() -> None:
+    launch_us = max(LANDSCAPE.baselines[24].up_us, LANDSCAPE.baselines[24].down_us)
+    bed = Bed(options=TunerOptions(search=FEW, slice_us=launch_us + 1)).add(512, 3, 24)
+    bed.tuner.heat(SHAPE, 512, 100)
+    bed.finish(deep_idle=False)
+    assert set(last(bed.records)) == {3, 24}
+    bed.finish()
+    assert set(last(bed.records)) == {3, 24, 512}
+
+
+def test_a_long_job_gives_way_when_deep_idle_ends() -> None:
+    launch_us = max(LANDSCAPE.baselines[24].up_us, LANDSCAPE.baselines[24].down_us)
+    bed = Bed(options=TunerOptions(search=FEW, slice_us=launch_us + 1)).add(512)
+    for _ in range(60):
+        bed.tuner.step(deep_idle=True)
+    spent_s = bed.tuner.gpu_s
+    assert bed.tuner.step(deep_idle=False) == "nothing"
+    bed.add(3)
+    assert bed.tuner.step(deep_idle=False) == "worked"
+    assert bed.tuner.snapshot().current == (SHAPE.slug, 3)
+    assert bed.provider.open_benches <= 1
+    assert bed.tuner.gpu_s == spent_s
+
+
+# -- judgement ---------------------------------------------------------------------------------------------------------
+
+
+def test_records_state_the_truth_within_their_bounds() -> None:
+    options = TunerOptions(source="replayed", sglang="0.5.23", driver="580")
+    records = last(Bed(options=options).add(3, 12, 24, 512).finish())
+    assert set(records) == {3, 12, 24, 512}
+    for M, record in records.items():
+        baseline = LANDSCAPE.baselines[M]
+        assert record.baseline == baseline.pair
+        assert (record.source, record.sglang, record.driver, record.unix_s) == ("replayed", "0.5.23", "580", 7.0)
+        truth = 1 - LANDSCAPE.pair_us(M, record.pair) / (baseline.up_us + baseline.down_us)
+        evidence = record.evidence
+        if record.verdict == "faster":
+            assert evidence.gain_low <= evidence.gain <= evidence.gain_high
+            assert evidence.gain == pytest.approx(truth, abs=0.015)
+            assert truth > 0
+            assert evidence.max_error == 0.0
+        else:
+            assert record.pair == baseline.pair
+            assert evidence.gain == 0.0
+        assert evidence.baseline_us == pytest.approx(baseline.up_us + baseline.down_us, rel=0.02)
+        assert evidence.gpu_s > 0
+        assert evidence.measured > 0
+    assert {record.verdict for record in records.values()} == {"faster", "baseline"} or records[512].verdict == "faster"
+
+
+def test_c19_a_pair_with_another_output_is_refused_and_the_next_one_is_taken() -> None:
+    once = TunerOptions(search=FEW, looks=1)
+    chosen = last(Bed(options=once).add(512).finish())[512].pair
+    bad: list[ConfigPair] = []
+
+    def compare(pair: ConfigPair, case: int) -> Comparison | None:
+        if not bad:
+            bad.append(pair)
+        return Comparison(ok=False, error=float("inf"), tolerance=0.01) if pair in bad and case == 1 else None
+
+    record = last(Bed(Watched(compare=compare), once).add(512).finish())[512]
+    assert bad[0] == chosen
+    assert record.pair != chosen
+    assert record.verdict == "faster"
+
+
+def test_where_every_output_differs_the_baseline_stays() -> None:
+    refuse = Comparison(ok=False, error=1.0, tolerance=0.01)
+    bed = Bed(Watched(compare=lambda pair, case: refuse)).add(512)
+    record = last(bed.finish())[512]
+    assert (record.verdict, record.pair) == ("baseline", LANDSCAPE.baselines[512].pair)
+    assert "adopt" not in bed.provider.calls
+
+
+def test_every_case_is_compared_before_adoption() -> None:
+    cases: list[tuple[ConfigPair, int]] = []
+    bed = Bed(Watched(compare=lambda pair, case: cases.append((pair, case)), compare_cases=lambda: 5)).add(512)
+    record = last(bed.finish())[512]
+    assert {case for pair, case in cases if pair == record.pair} == set(range(5))
+    calls = [c for c in bed.provider.calls if c in {"compare", "adopt"}]
+    assert calls.index("adopt") >= 5
+
+
+def test_a_pair_that_serving_would_have_to_compile_is_not_adopted() -> None:
+    bed = Bed(Watched(adopt=lambda pair: "failed")).add(512)
+    assert last(bed.finish())[512].verdict == "baseline"
+
+
+def test_an_adoption_that_waits_is_asked_again() -> None:
+    answers = iter(["waiting", "waiting", "ready"])
+    bed = Bed(Watched(adopt=lambda pair: next(answers, None))).add(512)
+    assert last(bed.finish())[512].verdict == "faster"
+
+
+def test_nothing_is_accepted_where_every_candidate_is_the_baseline_under_another_name() -> None:
+    def same(M: int, gemm: Any, row: dict[Any, float]) -> dict[Any, float]:
+        us = LANDSCAPE.baselines[M].up_us if gemm == "up" else LANDSCAPE.baselines[M].down_us
+        return dict.fromkeys(row, us)
+
+    for _ in range(3):
+        bed = Bed(Watched(synthetic.mapped(LANDSCAPE, same))).add(3, 12, 24, 512)
+        bed.provider.replay.noise = 0.05
+        assert {record.verdict for record in bed.finish()} == {"baseline"}
+
+
+def test_an_empty_space_is_answered_with_the_baseline() -> None:
+    bed = Bed(Watched(msgspec.structs.replace(LANDSCAPE, candidates=()))).add(512)
+    assert last(bed.finish())[512].verdict == "baseline"
+
+
+def test_a_bench_that_never_measures_ends_with_the_baseline() -> None:
+    bed = Bed(Watched(measure=lambda *_: [])).add(512)
+    assert last(bed.finish())[512].verdict == "baseline"
+
+
+def test_a_second_look_finds_what_other_m_found_and_adds_up_the_gains() -> None:
+    one = last(Bed(options=TunerOptions(looks=1)).add(512, 12, 24, 3).finish())
+    records = Bed(options=TunerOptions()).add(512, 12, 24, 3).finish()
+    again = [record for record in records if record != next(r for r in records if r.M == record.M)]
+    assert again
+    for record in again:
+        first = one[record.M]
+        assert LANDSCAPE.pair_us(record.M, record.pair) <= LANDSCAPE.pair_us(record.M, first.pair)
+        assert record.evidence.samples > first.evidence.samples  # so that a merge of records keeps the later one
+        baseline = LANDSCAPE.baselines[record.M]
+        truth = 1 - LANDSCAPE.pair_us(record.M, record.pair) / (baseline.up_us + baseline.down_us)
+        assert record.evidence.gain == pytest.approx(truth, abs=0.02)
+
+
+# -- trouble -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_reason_defers_without_spinning_and_a_later_try_succeeds() -> None:
+    provider = Watched(open=lambda m: "200 MiB free, 300 needed" if m == 512 else None)
+    bed = Bed(provider, TunerOptions(search=FEW, retry_s=10.0)).add(512, 3)
+    bed.finish()
+    assert set(last(bed.records)) == {3}
+    assert [d.reason for d in bed.tuner.deferred.values()] == ["200 MiB free, 300 needed"]
+    for _ in range(1000):
+        assert bed.tuner.step(deep_idle=True) == "nothing"
+    assert provider.calls.count("open 512") == 1
+    for _ in range(6000):
+        provider.replay.wait(0.1)
+        bed.tuner.step(deep_idle=True)
+    assert 5 <= provider.calls.count("open 512") <= 7  # 10 minutes: after 10, 30, 70, 150, 310 s
+    del provider.answers["open"]
+    provider.replay.wait(3600)
+    bed.finish()
+    assert set(last(bed.records)) == {3, 512}
+    assert not bed.tuner.deferred
+
+
+def test_a_bench_may_decline_in_the_middle() -> None:
+    def decline(*_: Any) -> None:
+        raise Declined("the weights are offloaded")
+
+    provider = Watched(measure=decline)
+    bed = Bed(provider).add(512)
+    bed.finish()
+    assert [d.reason for d in bed.tuner.deferred.values()] == ["the weights are offloaded"]
+    assert provider.open_benches == 0
+
+
+def test_an_exception_goes_to_the_caller_and_the_tuner_goes_on() -> None:
+    def fail(*_: Any) -> None:
+        raise RuntimeError("CUDA error: misaligned address")
+
+    provider = Watched(compare=fail)
+    bed = Bed(provider, TunerOptions(search=FEW, max_faults=2, retry_s=1.0)).add(512)
+    for fault in (1, 2):
+        with pytest.raises(RuntimeError, match="misaligned"):
+            bed.finish()
+        assert provider.open_benches == 0
+        assert len(bed.tuner.deferred) == 2 - fault
+        provider.replay.wait(2.0)
+    del provider.answers["compare"]
+    bed.add(3).finish()
+    assert set(last(bed.records)) == {3}
+    assert bed.tuner.snapshot().failed == ((SHAPE.slug, 512),)
+
+
+def test_a_sink_that_fails_loses_nothing() -> None:
+    kept: list[Record] = []
+
+    def sink(record: Record) -> None:
+        if not kept:
+            kept.append(record)
+            raise OSError("disk full")
+        kept.append(record)
+
+    bed = Bed(sink=sink).add(3)
+    with pytest.raises(OSError, match="disk full"):
+        bed.finish()
+    bed.provider.replay.wait(60)
+    bed.finish()
+    assert [record.M for record in kept][:2] == [3, 3]
+
+
+def test_abandoning_closes_at_once_and_what_was_measured_is_not_measured_again() -> None:
+    once = TunerOptions(search=FEW, looks=1)
+    bed, whole = Bed(options=once).add(512), Bed(options=once).add(512)
+    whole.finish()
+    for _ in range(whole.provider.calls.index("compare")):
+        bed.tuner.step(deep_idle=True)
+    bed.tuner.abandon()
+    assert bed.provider.open_benches == 0
+    assert bed.tuner.snapshot().current is None
+    bed.finish()
+    samples, of_whole = (
+        sum(len(row.logs) for row in x.tuner.experience(SHAPE).measured[512].values()) for x in (bed, whole)
+    )
+    assert samples < 1.3 * of_whole
+    assert last(bed.records)[512].verdict == "faster"
+
+
+def test_abandoned_again_and_again_it_still_ends() -> None:
+    bed = Bed().add(3)
+    for _ in range(40_000):
+        for _ in range(300):
+            step = bed.tuner.step(deep_idle=True)
+        bed.tuner.abandon()
+        if bed.records:
+            break
+        if step == "waiting":
+            bed.provider.replay.wait(0.02)
+    assert bed.records
+
+
+# -- records of earlier runs -------------------------------------------------------------------------------------------
+
+
+def stored(M: int, verdict: str = "faster", **changes: Any) -> Record:
+    pair = LANDSCAPE.best(M)[0]
+    evidence = Evidence(100.0, 80.0, 0.2, 0.19, 0.21, 24, 30, 0.1)
+    record = Record(SHAPE, M, verdict, pair, LANDSCAPE.baselines[M].pair, evidence)  # type: ignore[arg-type]
+    return msgspec.structs.replace(record, **changes)
+
+
+def test_c37_a_restart_goes_on_at_the_first_m_without_a_record() -> None:
+    bed = Bed()
+    for M in (3, 12):
+        bed.tuner.learn(stored(M))
+    bed.add(3, 12, 24).finish()
+    assert set(last(bed.records)) == {24}
+
+
+def test_a_stored_winner_races_first_at_another_m() -> None:
+    asked: list[Any] = []
+    bed = Bed(Watched(readiness=lambda gemm, config: asked.append(config)))
+    bed.tuner.learn(stored(12))
+    bed.add(24).finish()
+    assert asked[0] in {LANDSCAPE.best(12)[0].up, LANDSCAPE.best(12)[0].down}
+
+
+@pytest.mark.parametrize(("source", "tuned"), [("learned", True), ("imported", True), ("pinned", False)])
+def test_a_record_against_another_baseline_is_tuned_again_unless_pinned(source: str, tuned: bool) -> None:
+    bed = Bed()
+    bed.tuner.learn(stored(12, baseline=LANDSCAPE.best(512)[0], source=source))
+    bed.add(12).finish()
+    assert (12 in last(bed.records)) == tuned
+    if tuned:
+        # The store keeps the record with more samples.
+        assert last(bed.records)[12].evidence.samples > stored(12).evidence.samples
+
+
+def test_settled_m_are_left_alone() -> None:
+    bed = Bed().add(3, 12)
+    for _ in range(50):
+        bed.tuner.step(deep_idle=True)
+    bed.tuner.settled(SHAPE, 3)
+    bed.add(3).finish()
+    assert set(last(bed.records)) == {12}
+
+
+# -- account -----------------------------------------------------------------------------------------------------------
+
+
+def test_every_launch_is_on_the_account() -> None:
+    bed = Bed(options=TunerOptions()).add(3, 12, 24, 512)
+    bed.finish()
+    assert bed.tuner.gpu_s == pytest.approx(bed.provider.replay.gpu_s)
+    assert sum(bed.tuner.gpu_s_per_m(SHAPE).values()) == pytest.approx(bed.tuner.gpu_s)
+
+
+def test_the_snapshot_tells_queue_and_counts() -> None:
+    bed = Bed().add(3, 12, 512)
+    bed.tuner.heat(SHAPE, 12, 9)
+    bed.tuner.learn(stored(24))
+    for _ in range(30):
+        bed.tuner.step(deep_idle=True)
+    snapshot = bed.tuner.snapshot()
+    assert snapshot.queue == ((SHAPE.slug, 12), (SHAPE.slug, 3), (SHAPE.slug, 512))
+    assert snapshot.current == (SHAPE.slug, 12)
+    assert snapshot.phase == "searching"
+    bed.finish()
+    after = bed.tuner.snapshot()
+    assert (after.queue, after.current) == ((), None)
+    assert after.faster + after.baseline == 4
+    assert after.compiled == {SHAPE.slug: len(bed.tuner.experience(SHAPE).ordered)}
