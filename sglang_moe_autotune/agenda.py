@@ -69,12 +69,24 @@ class Agenda:
     def add(self, shape: MoeShape, M: int, baseline: ConfigPair) -> None:  # noqa: N803
         """Queue an M, unless it is known here, closed, or a stored record holds against the same baseline."""
         key = (shape, M)
-        stored = self.stored.get(key)
-        if key in self.entries or key in self._closed:
-            return
-        if stored is None or (stored.source != "pinned" and stored.baseline != baseline):
+        if key not in self.entries and key not in self._closed and not self._holds(key, baseline):
             self.entries[key] = Entry(shape, M, baseline)
             self.wake()
+
+    def store(self, record: Record) -> bool:
+        """Note a stored record; True if it takes its M off the queue."""
+        key = (record.shape, record.M)
+        self.stored[key] = record
+        entry = self.entries.get(key)
+        if entry is None or entry.state != "queued" or not self._holds(key, entry.baseline):
+            return False
+        del self.entries[key]
+        self.deferred.pop(key, None)
+        return True
+
+    def _holds(self, key: Key, baseline: ConfigPair) -> bool:
+        stored = self.stored.get(key)
+        return stored is not None and (stored.source == "pinned" or stored.baseline == baseline)
 
     def heat(self, key: Key, count: int) -> None:
         self._heat[key] = self._heat.get(key, 0) + count

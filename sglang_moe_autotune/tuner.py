@@ -10,11 +10,7 @@ from typing import TYPE_CHECKING, Literal
 import msgspec
 
 from sglang_moe_autotune.agenda import Agenda, Deferral, Entry, Key
-from sglang_moe_autotune.bench import Bench as Bench
-from sglang_moe_autotune.bench import BenchmarkProvider, Declined
-from sglang_moe_autotune.bench import Comparison as Comparison
-from sglang_moe_autotune.bench import Readiness as Readiness
-from sglang_moe_autotune.bench import Sample as Sample
+from sglang_moe_autotune.bench import Declined
 from sglang_moe_autotune.experience import Experience, octaves
 from sglang_moe_autotune.job import Job, JobOptions, Outcome, Phase
 from sglang_moe_autotune.prior import Prior
@@ -25,10 +21,12 @@ from sglang_moe_autotune.search_space import legal_space
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
 
+    from sglang_moe_autotune.bench import Bench, BenchmarkProvider
     from sglang_moe_autotune.shapes import ConfigPair, KernelConfig, MoeShape
 
 Step = Literal["worked", "waiting", "nothing"]
 """A slice was spent; everything wanted is being compiled; nothing to do now."""
+
 
 class TunerOptions(msgspec.Struct, frozen=True):
     """What the process decides once."""
@@ -112,9 +110,11 @@ class Tuner:
         self._agenda.heat((shape, M), count)
 
     def learn(self, record: Record) -> None:
-        """Take a stored record: its M is not searched again while SGLang's answer there is the record's baseline,
-        and its winner races first at other M."""
-        self._agenda.stored[record.shape, record.M] = record
+        """Take a stored record, or one that another process has just made: its M is not searched again while
+        SGLang's answer there is the record's baseline, and its winner races first at other M."""
+        key = (record.shape, record.M)
+        if self._agenda.store(record) and self._current is not None and self._current.key == key:
+            self.abandon()
         if (experience := self._experience.get(record.shape)) is not None:
             experience.recall(record)
 
@@ -235,7 +235,6 @@ class Tuner:
         if isinstance(bench, str):
             raise Declined(bench)
         self._bench = bench
-        self._agenda.deferred.pop(entry.key, None)
         yield "worked"
         job = Job(
             entry.shape,
@@ -254,8 +253,10 @@ class Tuner:
         )
         self._job = job
         for progress in job.steps():
-            if job.prepared and not entry.long and bench.launch_us > self.options.slice_us:
-                self._agenda.note_long(entry)
+            if job.prepared and job.phase == "preparing":
+                self._agenda.deferred.pop(entry.key, None)
+                if bench.launch_us > self.options.slice_us:
+                    self._agenda.note_long(entry)
             yield progress
         entry.looks, entry.ordered = entry.looks + 1, len(experience.ordered)
         self._account()
@@ -311,4 +312,4 @@ class Tuner:
                 entry.looks = self.options.looks
                 self._agenda.deferred.pop(entry.key, None)
             else:
-                self._agenda.defer(entry, f"fault {entry.faults} of its bench", self._clock())
+                self._agenda.defer(entry, f"fault {entry.faults} while it was tuned", self._clock())

@@ -19,17 +19,17 @@ LIMIT_BYTES = 166_912
 SMS = 108
 
 
-def bf16_shape(E: int = 32, N: int = 1024, K: int = 4096, top_k: int = 4) -> MoeShape:
+def bf16_shape(E: int = 32, N: int = 1024, K: int = 4096, top_k: int = 4) -> MoeShape:  # noqa: N803
     return MoeShape((E, 2 * N, K), (E, K, N), top_k)
 
 
-def heuristic(shape: MoeShape, M: int) -> ConfigPair:
+def heuristic(shape: MoeShape, M: int) -> ConfigPair:  # noqa: N803
     """What SGLang's fallback answers for bf16."""
     config = KernelConfig(16, 32, 64, 1) if shape.E >= M else KernelConfig(64, 64, 32, 8)
     return ConfigPair(config, config)
 
 
-def model_us(shape: MoeShape, M: int, gemm: Gemm, config: KernelConfig, ruggedness: float, seed: int) -> float:
+def model_us(shape: MoeShape, M: int, gemm: Gemm, config: KernelConfig, ruggedness: float, seed: int) -> float:  # noqa: N803
     """A roofline of an invented GPU: tiles in waves, weights once, a penalty a poor fit, and fixed ruggedness."""
     tile = filled(config)
     m, n, k = tile.BLOCK_SIZE_M, tile.BLOCK_SIZE_N, tile.BLOCK_SIZE_K
@@ -49,7 +49,7 @@ def model_us(shape: MoeShape, M: int, gemm: Gemm, config: KernelConfig, ruggedne
 
 
 def _luck(*what: object) -> float:
-    return random.Random(repr(what)).gauss(0, 1)
+    return random.Random(repr(what)).gauss(0, 1)  # noqa: S311 - no secret
 
 
 def landscape(
@@ -67,7 +67,7 @@ def landscape(
         gemm: {M: {c: model_us(shape, M, gemm, c, ruggedness, seed) for c in fits} for M in ms} for gemm in GEMMS
     }
     baselines = {}
-    for M in ms:
+    for M in ms:  # noqa: N806
         pair = heuristic(shape, M)
         up, down = (model_us(shape, M, gemm, pair.of(gemm), ruggedness, seed) for gemm in GEMMS)
         baselines[M] = Baseline(pair, up, down)
@@ -88,9 +88,9 @@ def mapped(recorded: Landscape, change: Callable[[int, Gemm, Row], Row]) -> Land
 
 def shuffled(recorded: Landscape, seed: int) -> Landscape:
     """The same latencies, each M's and GEMM's dealt out anew: no config says anything of another."""
-    rng = random.Random(seed)
+    rng = random.Random(seed)  # noqa: S311 - no secret
 
-    def deal(M: int, gemm: Gemm, row: Row) -> Row:
+    def deal(M: int, gemm: Gemm, row: Row) -> Row:  # noqa: N803
         values = list(row.values())
         rng.shuffle(values)
         return dict(zip(row, values, strict=True))
@@ -101,7 +101,7 @@ def shuffled(recorded: Landscape, seed: int) -> Landscape:
 def unbeatable(recorded: Landscape) -> Landscape:
     """No candidate is faster than the baseline, some are exactly as fast."""
 
-    def slower(M: int, gemm: Gemm, row: Row) -> Row:
+    def slower(M: int, gemm: Gemm, row: Row) -> Row:  # noqa: N803
         baseline = recorded.baselines[M]
         least = min(row.values())
         return {c: us / least * (baseline.up_us if gemm == "up" else baseline.down_us) for c, us in row.items()}

@@ -34,7 +34,7 @@ NOISES = {"2%": gaussian(2), "5%": gaussian(5), "outliers": with_outliers, "drif
 
 
 def run(gain: float, noise: Noise, seed: int, min_gain: float = 0.01) -> PairedTest:
-    rng, test, n = random.Random(seed), PairedTest(min_gain), 0
+    rng, test, n = random.Random(seed), PairedTest(min_gain), 0  # noqa: S311 - no secret
     while test.outcome == "undecided":
         pairs: list[list[Sample]] = [[], []]
         for side, (count, us) in enumerate(zip(test.wanted, (300.0, 150.0), strict=True)):

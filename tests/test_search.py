@@ -22,7 +22,7 @@ LANDSCAPE = synthetic.landscape(ms=(8, 512), ruggedness=0.02)
 
 def race(
     landscape: Landscape,
-    M: int,
+    M: int,  # noqa: N803
     experience: Experience,
     *,
     allowance: int = 30,
@@ -31,7 +31,7 @@ def race(
     options: SearchOptions | None = None,
 ) -> tuple[Search, list[Trial]]:
     """Answer a search from a landscape; the search and every trial it asked for, in order."""
-    rng, baseline = random.Random(seed), landscape.baselines[M].pair
+    rng, baseline = random.Random(seed), landscape.baselines[M].pair  # noqa: S311 - no secret
     search = Search(landscape.shape, M, baseline, experience, Prior(), options, allowance=allowance)
     asked = []
     while not search.done:
@@ -48,12 +48,12 @@ def race(
     return search, asked
 
 
-def regret(landscape: Landscape, M: int, search: Search) -> float:
+def regret(landscape: Landscape, M: int, search: Search) -> float:  # noqa: N803
     return landscape.pair_us(M, search.ranked()[0].pair) / landscape.best(M)[1] - 1
 
 
 @pytest.mark.parametrize("M", [8, 512])
-def test_few_compiles_come_near_the_best_of_the_space(M: int) -> None:
+def test_few_compiles_come_near_the_best_of_the_space(M: int) -> None:  # noqa: N803
     experience = Experience(LANDSCAPE.candidates)
     search, _ = race(LANDSCAPE, M, experience)
     assert len(experience.ordered) <= 60  # twice the allowance where it goes on improving

@@ -20,11 +20,11 @@ from sglang_moe_autotune.shapes import KernelConfig, MoeShape
 BF16 = MoeShape((128, 1536, 2048), (128, 2048, 768), 8)
 
 
-def fp8(block: tuple[int, int], N: int = 256) -> MoeShape:
+def fp8(block: tuple[int, int], N: int = 256) -> MoeShape:  # noqa: N803
     return MoeShape((256, 2 * N, 7168), (256, 7168, N), 8, "fp8_w8a8", block)
 
 
-def int4(N: int, K: int) -> MoeShape:
+def int4(N: int, K: int) -> MoeShape:  # noqa: N803
     """Packed as SGLang hands it over: two weights a byte along K of each GEMM."""
     return MoeShape((64, 2 * N, K // 2), (64, K, N // 2), 6, "int4_w4a16", (0, 32))
 

@@ -36,7 +36,7 @@ class Watched:
         self.answers = answers
         self.open_benches = 0
 
-    def open(self, shape: MoeShape, M: int, baseline: ConfigPair) -> Bench | str:
+    def open(self, shape: MoeShape, M: int, baseline: ConfigPair) -> Bench | str:  # noqa: N803
         self.calls.append(f"open {M}")
         if "open" in self.answers and (answer := self.answers["open"](M)) is not None:
             return str(answer)
@@ -82,7 +82,7 @@ class Bed:
         )
 
     def add(self, *ms: int) -> Bed:
-        for M in ms:
+        for M in ms:  # noqa: N806
             self.tuner.add(SHAPE, M, self.provider.replay.landscape.baselines[M].pair)
         return self
 
@@ -181,7 +181,7 @@ def test_a_binary_that_never_comes_does_not_hold_up_the_job_for_ever() -> None:
 
 def test_the_hottest_goes_first() -> None:
     bed = Bed().add(3, 12, 24)
-    for M, count in ((12, 5), (24, 50), (3, 1), (24, 1)):
+    for M, count in ((12, 5), (24, 50), (3, 1), (24, 1)):  # noqa: N806
         bed.tuner.heat(SHAPE, M, count)
     bed.finish()
     assert list(dict.fromkeys(record.M for record in bed.records)) == [24, 12, 3]
@@ -218,7 +218,7 @@ def test_records_state_the_truth_within_their_bounds() -> None:
     options = TunerOptions(source="replayed", sglang="0.5.23", driver="580")
     records = last(Bed(options=options).add(3, 12, 24, 512).finish())
     assert set(records) == {3, 12, 24, 512}
-    for M, record in records.items():
+    for M, record in records.items():  # noqa: N806
         baseline = LANDSCAPE.baselines[M]
         assert record.baseline == baseline.pair
         assert (record.source, record.sglang, record.driver, record.unix_s) == ("replayed", "0.5.23", "580", 7.0)
@@ -283,7 +283,7 @@ def test_an_adoption_that_waits_is_asked_again() -> None:
 
 
 def test_nothing_is_accepted_where_every_candidate_is_the_baseline_under_another_name() -> None:
-    def same(M: int, gemm: Any, row: dict[Any, float]) -> dict[Any, float]:
+    def same(M: int, gemm: Any, row: dict[Any, float]) -> dict[Any, float]:  # noqa: N803
         us = LANDSCAPE.baselines[M].up_us if gemm == "up" else LANDSCAPE.baselines[M].down_us
         return dict.fromkeys(row, us)
 
@@ -349,6 +349,18 @@ def test_a_bench_may_decline_in_the_middle() -> None:
     bed.finish()
     assert [d.reason for d in bed.tuner.deferred.values()] == ["the weights are offloaded"]
     assert provider.open_benches == 0
+
+
+def test_a_bench_that_declines_while_it_is_prepared_is_asked_ever_less_often() -> None:
+    def decline() -> None:
+        raise Declined("no live layer")
+
+    provider = Watched(prepare=decline)
+    bed = Bed(provider, TunerOptions(search=FEW, retry_s=10.0)).add(512)
+    for _ in range(6000):
+        provider.replay.wait(0.1)
+        bed.tuner.step(deep_idle=True)
+    assert 5 <= provider.calls.count("open 512") <= 7
 
 
 def test_an_exception_goes_to_the_caller_and_the_tuner_goes_on() -> None:
@@ -419,7 +431,7 @@ def test_abandoned_again_and_again_it_still_ends() -> None:
 # -- records of earlier runs -------------------------------------------------------------------------------------------
 
 
-def stored(M: int, verdict: str = "faster", **changes: Any) -> Record:
+def stored(M: int, verdict: str = "faster", **changes: Any) -> Record:  # noqa: N803
     pair = LANDSCAPE.best(M)[0]
     evidence = Evidence(100.0, 80.0, 0.2, 0.19, 0.21, 24, 30, 0.1)
     record = Record(SHAPE, M, verdict, pair, LANDSCAPE.baselines[M].pair, evidence)  # type: ignore[arg-type]
@@ -428,7 +440,7 @@ def stored(M: int, verdict: str = "faster", **changes: Any) -> Record:
 
 def test_c37_a_restart_goes_on_at_the_first_m_without_a_record() -> None:
     bed = Bed()
-    for M in (3, 12):
+    for M in (3, 12):  # noqa: N806
         bed.tuner.learn(stored(M))
     bed.add(3, 12, 24).finish()
     assert set(last(bed.records)) == {24}
@@ -451,6 +463,17 @@ def test_a_record_against_another_baseline_is_tuned_again_unless_pinned(source: 
     if tuned:
         # The store keeps the record with more samples.
         assert last(bed.records)[12].evidence.samples > stored(12).evidence.samples
+
+
+def test_c23_what_another_process_decided_in_the_meantime_is_taken_over() -> None:
+    bed = Bed().add(512, 12)
+    for _ in range(100):
+        bed.tuner.step(deep_idle=True)
+    assert bed.tuner.snapshot().current == (SHAPE.slug, 512)
+    bed.tuner.learn(stored(512))
+    assert bed.provider.open_benches == 0
+    bed.finish()
+    assert set(last(bed.records)) == {12}
 
 
 def test_settled_m_are_left_alone() -> None:
