@@ -10,7 +10,8 @@ import torch
 
 from sglang_moe_autotune import correctness, launch
 from sglang_moe_autotune.bench import Bench, Comparison, Declined, Readiness, Sample
-from sglang_moe_autotune.layers import Buffers, LiveLayer, gemm_call, quant_info
+from sglang_moe_autotune.layers import LiveLayer, gemm_call, quant_info
+from sglang_moe_autotune.scratch import FLUSH_BYTES, Align, Scratch, scratch_bytes
 from sglang_moe_autotune.shapes import GEMMS, ConfigPair, Gemm, KernelConfig, MoeShape
 from sglang_moe_autotune.timing import PairTimer, Thunk
 
@@ -21,12 +22,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_SLOT_ROUTINGS = ("uniform", "uniform", "skewed", "uniform")
+_SLOT_ROUTINGS = ("uniform", "uniform-2", "skewed", "uniform-3")
+_HOPELESS = 3.0
+"""A first launch this many times the baseline's is told to the search; less may be the cold start of a binary."""
 _BLOCK_SIZES_M = (16, 32, 64, 128, 256)
-_SEED = 20
-_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-_MARGIN_BYTES = 64 << 20
-"""for routings, aligned ids and the temporaries of a comparison"""
 
 
 class Lent(NamedTuple):
@@ -36,8 +35,7 @@ class Lent(NamedTuple):
     """the live layers of a shape"""
     invoke: Callable[..., Any]
     """SGLang's invoke_fused_moe_kernel"""
-    align: Callable[[torch.Tensor, int, int], tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
-    """SGLang's moe_align_block_size"""
+    align: Align
     compiled_here: Callable[[], int]
     """how many Triton compiles this process has made"""
 
@@ -71,7 +69,7 @@ class DeviceProvider:
         for block in {baseline.up.BLOCK_SIZE_M, baseline.down.BLOCK_SIZE_M}:
             if block not in _BLOCK_SIZES_M:
                 return f"SGLang's own BLOCK_SIZE_M of {block} is not one of {_BLOCK_SIZES_M}"
-        need = scratch_bytes(shape, M)
+        need = scratch_bytes(shape, M, flush=len(layers) == 1)
         free, _ = torch.cuda.mem_get_info()
         if need > free - self.reserve_bytes:
             return (
@@ -79,14 +77,6 @@ class DeviceProvider:
                 f" {self.reserve_bytes >> 20} MiB kept in reserve"
             )
         return DeviceBench(self, shape, M, baseline, layers)
-
-
-def scratch_bytes(shape: MoeShape, M: int) -> int:  # noqa: N803
-    """Device memory a bench takes: activations of both GEMMs, two copies of the larger output, a margin."""
-    width = 4 if shape.activation_dtype == "float32" else 2
-    rows, up_n = M * shape.top_k, shape.w1_shape[1]
-    output = rows * max(up_n, shape.K)
-    return width * (M * shape.K + rows * up_n + 2 * output) + _MARGIN_BYTES
 
 
 class DeviceBench:
@@ -98,11 +88,9 @@ class DeviceBench:
         self._provider, self._shape, self._M, self._baseline = provider, shape, M, baseline
         self._layers = layers
         self._device = torch.cuda.current_device()
-        self._pool: Any = torch.cuda.MemPool()
+        self._scratch: Scratch | None = None
         self._candidates: dict[tuple[Gemm, KernelConfig], _Candidate | str] = {}
         self._expected_us: dict[tuple[Gemm, KernelConfig], float] = {}
-        self._aligned: dict[tuple[str, int], tuple[torch.Tensor, ...]] = {}
-        self._ids: dict[str, torch.Tensor] = {}
         self._comparing: tuple[ConfigPair, int, Iterator[float | None]] | None = None
         self._setup: Iterator[None] | None = self._set_up()
         self._device_us = 0.0
@@ -132,13 +120,16 @@ class DeviceBench:
         fresh = self._load(gemm, config)
         if fresh:
             return []
-        thunks = self._thunks(gemm, config), self._thunks(gemm, incumbent)
+        thunks = self._thunks(gemm, config), self._thunks(gemm, incumbent, other=True)
         expected = self._expected_us.get((gemm, config), float("inf")), self._expected_us[gemm, incumbent]
         timed = self._provider.timer.time(*thunks, expected, count, self._provider.slice_us)
         self._device_us += timed.device_us
         if timed.samples:
             self._expected_us[gemm, config] = statistics.median(s.candidate_us for s in timed.samples)
             self._expected_us[gemm, incumbent] = statistics.median(s.baseline_us for s in timed.samples)
+        first = expected[0] == float("inf")
+        if first and all(s.candidate_us < _HOPELESS * s.baseline_us for s in timed.samples):
+            return []  # its instructions were cold; now its length is known, and the next slice can hold more
         return timed.samples
 
     @property
@@ -174,43 +165,25 @@ class DeviceBench:
         return self._device_us * 1e-6
 
     def close(self) -> None:
-        # Views and recorded launches hold the tensors; the pool gives its memory back when the last is gone.
+        # Recorded launches hold the tensors; the pool gives its memory back when the last one is gone.
         self._candidates.clear()
-        self._aligned.clear()
-        self._ids.clear()
-        self._comparing = self._setup = None
-        for name in ("_a", "_output", "_reference"):
-            self.__dict__.pop(name, None)
-        self._pool = None
+        self._comparing = self._setup = self._scratch = None
         self._provider.scratch_bytes = 0
 
     # -- set-up -----------------------------------------------------------------------------------------------
 
     def _set_up(self) -> Iterator[None]:
-        shape, device = self._shape, f"cuda:{self._device}"
-        dtype = _DTYPES[shape.activation_dtype]
-        rows, up_n = self._M * shape.top_k, shape.w1_shape[1]
-        down_k = up_n if "ungated" in shape.variant or "fused-swiglu" in shape.variant else up_n // 2
-        free, _ = torch.cuda.mem_get_info()
-        with torch.cuda.use_mem_pool(self._pool):
-            self._a = {
-                "up": torch.empty(self._M, shape.K, dtype=dtype, device=device),
-                "down": torch.empty(rows, down_k, dtype=dtype, device=device),
-            }
-            self._output = torch.empty(rows * max(up_n, shape.K), dtype=dtype, device=device)
-            self._reference = torch.empty_like(self._output)
-        yield
-        self._generator = torch.Generator(device=device).manual_seed(_SEED + self._M)
-        for activation in self._a.values():
-            activation.normal_(generator=self._generator)
-            yield
-        for name in dict.fromkeys((*_SLOT_ROUTINGS, *correctness.ROUTINGS)):
-            with torch.cuda.use_mem_pool(self._pool):
-                self._routing(name)
-            yield
         provider = self._provider
-        provider.scratch_bytes = free - torch.cuda.mem_get_info()[0]
+        flush = len(self._layers) == 1
+        try:
+            scratch = Scratch(self._shape, self._M, provider.serving.align, self._local_share(), flush=flush)
+        except torch.OutOfMemoryError as error:
+            raise Declined("the scratch memory was not there after all") from error
+        self._scratch = scratch
+        provider.scratch_bytes = scratch.taken_bytes
         provider.peak_scratch_bytes = max(provider.peak_scratch_bytes, provider.scratch_bytes)
+        yield
+        yield from scratch.fill((*_SLOT_ROUTINGS, *correctness.ROUTINGS))
         for gemm in GEMMS:
             config = self._baseline.of(gemm)
             candidate = self._candidate(gemm, config)
@@ -223,20 +196,12 @@ class DeviceBench:
             self._load(gemm, config)
             # The first launch of all tells how long this M takes; the second one is warm.
             for _ in range(2):
-                thunks = self._thunks(gemm, config)
-                timed = provider.timer.time(thunks, thunks, (float("inf"), 1e3), 1, provider.slice_us)
+                thunks = self._thunks(gemm, config), self._thunks(gemm, config, other=True)
+                timed = provider.timer.time(*thunks, (float("inf"), 1e3), 1, provider.slice_us)
                 self._device_us += timed.device_us
                 if timed.samples:
                     self._expected_us[gemm, config] = timed.samples[0].baseline_us
                 yield
-
-    def _routing(self, name: str) -> torch.Tensor:
-        if name not in self._ids:
-            shape = self._shape
-            self._ids[name] = correctness.topk_ids(
-                name, self._M, shape.E, shape.top_k, self._local_share(), self._generator
-            )
-        return self._ids[name]
 
     def _local_share(self) -> float:
         config = getattr(self._layers[0].module, "moe_runner_config", None)
@@ -245,47 +210,43 @@ class DeviceBench:
 
     # -- launches ---------------------------------------------------------------------------------------------
 
-    def _buffers(self, gemm: Gemm, block_m: int, routing: str, output: torch.Tensor) -> Buffers:
-        shape, ids = self._shape, self._routing(routing)
-        if (routing, block_m) not in self._aligned:
-            self._aligned[routing, block_m] = self._provider.serving.align(ids, block_m, shape.E)
-        sorted_ids, experts, post_padded = self._aligned[routing, block_m][:3]
-        if "weights" not in self.__dict__:
-            self.weights = torch.rand(ids.shape, device=ids.device, generator=self._generator)
-        columns = self._columns(gemm)
-        c = output[: self._M * shape.top_k * columns].view(self._M, shape.top_k, columns)
-        return Buffers(self._a[gemm], c if gemm == "down" else c.view(-1, columns), self.weights, ids,
-                       sorted_ids, experts, post_padded)  # fmt: skip
-
-    def _columns(self, gemm: Gemm) -> int:
-        return self._shape.w1_shape[1] if gemm == "up" else self._shape.K
+    @property
+    def scratch(self) -> Scratch:
+        """The buffers; there from the first step of the set-up on."""
+        assert self._scratch is not None  # noqa: S101 - nothing is asked of a bench before ``prepare``
+        return self._scratch
 
     def _call(
-        self, gemm: Gemm, config: KernelConfig, slot: int, routing: str, output: torch.Tensor | None = None
+        self, gemm: Gemm, config: KernelConfig, place: int, routing: str, output: torch.Tensor | None = None
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        layer = self._layers[slot % len(self._layers)]
+        layer = self._layers[place % len(self._layers)]
         quant = quant_info(layer.module)
         if quant is None or not quant.w13_weight.is_cuda:
             raise Declined("a layer's weights are not on the GPU now")
-        buffers = self._buffers(gemm, config.BLOCK_SIZE_M, routing, self._output if output is None else output)
+        scratch = self.scratch
+        buffers = scratch.buffers(gemm, config.BLOCK_SIZE_M, routing, scratch.output if output is None else output)
         args, named = gemm_call(gemm, layer, quant, buffers, self._shape.top_k, config.to_dict())
         return args, {k: v for k, v in named.items() if k in self._provider.recorder.parameters}
 
-    def _record(self, gemm: Gemm, config: KernelConfig, slot: int, routing: str, output: Any = None) -> launch.Launch:
-        args, named = self._call(gemm, config, slot, routing, output)
+    def _record(self, gemm: Gemm, config: KernelConfig, place: int, routing: str, output: Any = None) -> launch.Launch:
+        args, named = self._call(gemm, config, place, routing, output)
         return self._provider.recorder.record(*args, **named)
 
     def _candidate(self, gemm: Gemm, config: KernelConfig) -> _Candidate | str:
         place = (gemm, config)
         if place not in self._candidates:
             try:
-                launches = [self._record(gemm, config, s, r) for s, r in enumerate(_SLOT_ROUTINGS)]
+                routings = list(enumerate(_SLOT_ROUTINGS))
+                launches = [self._record(gemm, config, s, r) for s, r in routings]
+                if config == self._baseline.of(gemm):
+                    launches += [self._record(gemm, config, s + 1, r) for s, r in routings]
                 binaries = [launch.binary_of(made, self._device) for made in launches]
             except (AssertionError, ValueError, TypeError, KeyError) as error:
                 self._candidates[place] = f"SGLang refuses this launch: {type(error).__name__}: {error}"
             else:
-                same = [b.bound for b in binaries if b.hash == binaries[0].hash]
-                self._candidates[place] = _Candidate(binaries[0], launches, same)
+                if len({b.hash for b in binaries}) > 1:
+                    raise Declined("the layers of this shape do not share one binary: their weights are aligned unlike")
+                self._candidates[place] = _Candidate(binaries[0], launches, [b.bound for b in binaries])
         return self._candidates[place]
 
     def _load(self, gemm: Gemm, config: KernelConfig) -> bool:
@@ -300,10 +261,26 @@ class DeviceBench:
         kernels[name]._init_handles()
         return kernel is None
 
-    def _thunks(self, gemm: Gemm, config: KernelConfig) -> list[Thunk]:
+    def _thunks(self, gemm: Gemm, config: KernelConfig, *, other: bool = False) -> list[Thunk]:
+        """One launch a slot. ``other``: the same routings on the layer beside, for the side that is compared
+        with; on the same layer each would find weights in the L2 cache that the other has just loaded."""
         candidate = self._candidate(gemm, config)
         assert not isinstance(candidate, str)  # noqa: S101 - as above
-        return [self._thunk(candidate, bound) for bound in candidate.bound]
+        slots = len(_SLOT_ROUTINGS)
+        bound = candidate.bound[slots:] if other else candidate.bound[:slots]
+        thunks = [self._thunk(candidate, arguments) for arguments in bound]
+        return thunks if len(self._layers) > 1 else [self._after_flush(thunk) for thunk in thunks]
+
+    def _after_flush(self, thunk: Thunk) -> Thunk:
+        """A model with one layer of a shape has no other weights: push them out of the L2 cache by hand. The
+        time of that counts on both sides, so gains look smaller than they are."""
+        flush = self.scratch.reference.view(torch.uint8)[:FLUSH_BYTES]
+
+        def flushed() -> None:
+            flush.zero_()
+            thunk()
+
+        return flushed
 
     def _thunk(self, candidate: _Candidate, bound: tuple[Any, ...]) -> Thunk:
         grid = (*candidate.launches[0].grid, 1, 1)[:3]
@@ -318,15 +295,14 @@ class DeviceBench:
         worst = 0.0
         slot = correctness.ROUTINGS.index(routing)
         for gemm in GEMMS:
-            size = self._M * self._shape.top_k * self._columns(gemm)
-            reference, output = self._reference[:size], self._output[:size]
+            output, reference = self.scratch.output, self.scratch.reference
             self._run_once(gemm, self._baseline.of(gemm), slot, routing, reference)
             yield None
             for _ in range(2):  # twice: a race need not show on one run
                 self._run_once(gemm, pair.of(gemm), slot, routing, output)
                 yield None
-                shape = (self._M, self._shape.top_k, self._columns(gemm))
-                worst = max(worst, float(correctness.row_error(output.view(shape), reference.view(shape))))
+                views = self.scratch.view(gemm, output), self.scratch.view(gemm, reference)
+                worst = max(worst, float(correctness.row_error(*views)))
                 yield None
         yield worst
 
@@ -337,7 +313,7 @@ class DeviceBench:
         kernel = self._provider.kernels.get(binary.hash)
         if kernel is None:
             raise Declined(f"the {gemm} launch of routing {routing} needs another binary than the one measured")
-        correctness.poison(output)
+        correctness.poison(self.scratch.view(gemm, output))
         kernel[(*made.grid, 1, 1)[:3]](*binary.bound)
 
     def _clocked(self, step: Callable[[], float | None]) -> float | None:

@@ -112,7 +112,7 @@ def main() -> None:
             if failure is None:
                 result = future.result()
             else:
-                result = {"hash": order["hash"], "ok": False, "error": f"the compiler died on it: {failure}", "fault": False}
+                result = {"hash": order["hash"], "ok": False, "error": f"the compiler died on it: {failure}"}
             answers.write(json.dumps(result) + "\n")
 
         try:

@@ -36,7 +36,7 @@ FIRST_SGLANG = (0, 5, 11)
 """the first release that loads plugins"""
 _HERE = "run doctor with the Python that starts the server"
 _DRIVER = "look at the driver: dmesg, or reinstall it"
-_CONFIGS = "sglang/srt/layers/moe/moe_runner/triton_utils/configs"
+CONFIGS = "sglang/srt/layers/moe/moe_runner/triton_utils/configs"
 
 
 class Check(NamedTuple):
@@ -119,7 +119,7 @@ def check_triton(version: str | None, root: Path | None) -> Check:
         return Check("triton", "unknown", "not installed in this Python", _HERE)
     if root is None:
         return Check("triton", "ok", version)
-    folder = root / _CONFIGS / f"triton_{version.replace('.', '_')}"
+    folder = root / CONFIGS / f"triton_{version.replace('.', '_')}"
     count = sum(1 for _ in folder.glob("*.json"))
     return Check("triton", "ok", f"{version}; SGLang ships {count or 'no'} config files for it")
 

@@ -1,6 +1,7 @@
 """The text of one file of the store: a JSON document with one record a line.
 
-    {"schema": 1, "environment": {...}, "shapes": [...], "records": [...], "unread": [...]}
+    {"schema": 1, "environment": {...}, "shapes": [...], "records": [...],
+     "forgotten": [...], "unread": [...]}
 
 Pure: bytes in, values out. Unknown fields pass through, a malformed entry is kept in ``unread`` with the
 reason why, a malformed document is a value.
@@ -15,10 +16,12 @@ import msgspec
 from sglang_moe_autotune.records import (
     Contents,
     Environment,
+    Forgotten,
     Kind,
     Record,
     ShapeNote,
     Unread,
+    add_forgotten,
     add_note,
     add_record,
     merge,
@@ -52,10 +55,15 @@ def encode(contents: Contents, breathe: Callable[[], None] = no_breath) -> bytes
     lists = {
         "shapes": sorted(_note_lines(contents, breathe)),
         "records": [line for _, line in records],
+        "forgotten": sorted(
+            msgspec.json.encode(Forgotten(*key, floor)) for key, floor in contents.forgotten.items()
+        ),
         "unread": [_unread_line(u) for u in sorted(contents.unread)],
     }
     fields = [b"%s: %s" % (_quoted(key), text) for key, text in head.items()]
     for key, lines in lists.items():
+        if key == "forgotten" and not lines:
+            continue
         body = b"[\n  %s\n]" % b",\n  ".join(lines) if lines else b"[]"
         breathe()
         fields.append(b"%s: %s" % (_quoted(key), body))
@@ -128,18 +136,25 @@ def decode(data: bytes, breathe: Callable[[], None] = no_breath) -> Contents | U
             unread.append(Unread(kind, _compact(raw), read))
         elif isinstance(read.value, Record):
             add_record(contents, read.value, read.text)
+        elif isinstance(read.value, Forgotten):
+            add_forgotten(contents, (read.value.shape, read.value.M), read.value.generation)
         else:
             add_note(contents, read.value, _unknown_in_note(read.text))
     return merge(contents, Contents(environment.value, unread=tuple(unread)))
 
 
-_LISTS = ("shapes", "records", "unread")
-_TYPES: dict[Kind, type[Record | ShapeNote]] = {"record": Record, "shape": ShapeNote}
+_LISTS = ("shapes", "records", "forgotten", "unread")
+_TYPES: dict[Kind, type[Record | ShapeNote | Forgotten]] = {
+    "record": Record,
+    "shape": ShapeNote,
+    "forgotten": Forgotten,
+}
 
 
 def _entries(lists: dict[str, list[msgspec.Raw]]) -> Iterator[tuple[Kind, bytes]]:
     yield from (("shape", bytes(raw)) for raw in lists["shapes"])
     yield from (("record", bytes(raw)) for raw in lists["records"])
+    yield from (("forgotten", bytes(raw)) for raw in lists["forgotten"])
     for raw in lists["unread"]:
         try:
             fields = msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
@@ -153,7 +168,7 @@ def _unknown_in_note(text: bytes | None) -> dict[str, bytes]:
     return {key: bytes(raw) for key, raw in fields.items() if key not in ShapeNote.__struct_fields__}
 
 
-def _read(raw: bytes, kind: type[Environment | Record | ShapeNote]) -> _Read | str:
+def _read(raw: bytes, kind: type[Environment | Record | ShapeNote | Forgotten]) -> _Read | str:
     """The entry, or the reason why this version cannot use it."""
     try:
         value = msgspec.json.decode(raw, type=kind)

@@ -4,6 +4,8 @@
     ├── StoreError          a file of the store cannot be read as what it should be
     ├── ExportError         an export would overwrite, break or mislead; nothing was written
     ├── LandscapeError      a recording is not in the format that ``simulate`` reads
+    ├── ServerError         a server's address gives no usable answer
+    ├── ImportedError       a file to import or merge is not what it should be, or fits nothing here
     └── ShapeNotFoundError  no stored shape has the name that was asked for
 
 Each message is one sentence or two: the rule, the value that broke it, and the cure. What a server meets
@@ -31,3 +33,11 @@ class LandscapeError(AutotuneError):
 
 class ShapeNotFoundError(AutotuneError):
     """No stored shape has the name that was asked for."""
+
+
+class ServerError(AutotuneError):
+    """A server's address gives no usable answer."""
+
+
+class ImportedError(AutotuneError):
+    """A file to import or merge is not what it should be, or fits nothing here."""

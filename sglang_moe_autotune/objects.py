@@ -9,12 +9,17 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from sglang_moe_autotune.status import differences
+
 if TYPE_CHECKING:
     from collections.abc import Iterable
     from pathlib import Path
 
+    from sglang_moe_autotune.changes import Change
     from sglang_moe_autotune.doctor import Check
+    from sglang_moe_autotune.explain import Step
     from sglang_moe_autotune.records import Environment
+    from sglang_moe_autotune.remote import RemoteStatus
     from sglang_moe_autotune.shapes import ConfigPair, MoeShape
     from sglang_moe_autotune.status import Servers
     from sglang_moe_autotune.store import StoredEnvironment
@@ -87,6 +92,35 @@ def servers(found: Servers) -> Json:
     return {
         "servers": [{"presence": s.presence, "path": str(s.path), **live} for s, live in read],
         "unread": [{"path": str(path), "reason": reason} for path, reason in found.unread],
+        "differences": [{"field": d.field, "values": dict(d.values)} for d in differences(found.servers)],
+    }
+
+
+def remote(value: RemoteStatus) -> Json:
+    """A server's own words, one object (or null) for each rank group."""
+    return {"url": value.url, "sglang": value.sglang, "active": value.active, "moe_autotune": list(value.groups)}
+
+
+def explanation(owner: MoeShape, M: int, steps: tuple[Step, ...], configs: Path | None) -> Json:  # noqa: N803
+    """Every source in its order, and the one that answers (null where none is known to)."""
+    found = [{"source": s.source, "standing": s.standing, "says": s.says, "pair": pair(s.pair)} for s in steps]
+    answers = next((step for step in found if step["standing"] == "answers"), None)
+    read = None if configs is None else str(configs)
+    return {"shape": shape(owner), "M": M, "configs_folder": read, "answer": answers, "steps": found}
+
+
+def change(value: Change) -> Json:
+    """One row of a store that became another."""
+    gains = (one and one.evidence.gain for one in (value.before, value.after))
+    verdicts = (one and one.verdict for one in (value.before, value.after))
+    sources = (one and one.source for one in (value.before, value.after))
+    return {
+        "shape": value.shape.slug,
+        "M": value.M,
+        "kind": value.kind,
+        **dict(zip(("gain_before", "gain_after"), gains, strict=True)),
+        **dict(zip(("verdict_before", "verdict_after"), verdicts, strict=True)),
+        **dict(zip(("source_before", "source_after"), sources, strict=True)),
     }
 
 

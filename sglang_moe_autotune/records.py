@@ -67,6 +67,8 @@ class Record(msgspec.Struct, frozen=True):
     sglang: str = ""
     driver: str = ""
     unix_s: float = 0.0
+    generation: int = 0
+    """user decisions (pin, forget, demote) on this (shape, M) that the record comes after; a later one wins"""
 
 
 class ShapeNote(msgspec.Struct, frozen=True):
@@ -78,7 +80,15 @@ class ShapeNote(msgspec.Struct, frozen=True):
     origin: Origin = "miss"
 
 
-Kind = Literal["record", "shape", "unread"]
+class Forgotten(msgspec.Struct, frozen=True):
+    """Records of one (shape, M) below this generation are gone, wherever a copy of one turns up again."""
+
+    shape: MoeShape
+    M: int
+    generation: int
+
+
+Kind = Literal["record", "shape", "forgotten", "unread"]
 
 
 class Unread(msgspec.Struct, frozen=True, order=True):
@@ -102,6 +112,8 @@ class Contents(msgspec.Struct, frozen=True):
     environment: Environment
     records: dict[Key, Record] = {}
     notes: dict[MoeShape, ShapeNote] = {}
+    forgotten: dict[Key, int] = {}
+    """records of a key below this generation are gone"""
     unread: tuple[Unread, ...] = ()
     record_text: dict[Key, bytes] = {}
     note_text: dict[MoeShape, dict[str, bytes]] = {}
@@ -110,13 +122,60 @@ class Contents(msgspec.Struct, frozen=True):
 
 
 def with_changes(contents: Contents, record: Record | None = None, note: ShapeNote | None = None) -> Contents:
-    """The contents with one more record or note, by the rules of ``merge``."""
-    one = Contents(
-        contents.environment,
-        {} if record is None else {(record.shape, record.M): record},
-        {} if note is None else {note.shape: note},
-    )
+    """The contents with one more record or note, by the rules of ``merge``.
+
+    A record made now comes after every decision known now, so it competes with what was decided by its evidence.
+    """
+    records = {}
+    if record is not None:
+        key = (record.shape, record.M)
+        if record.generation < (known := generation(contents, key)):
+            record = msgspec.structs.replace(record, generation=known)
+        records[key] = record
+    one = Contents(contents.environment, records, {} if note is None else {note.shape: note})
     return merge(contents, one)
+
+
+def generation(contents: Contents, key: Key) -> int:
+    """How many user decisions on this (shape, M) are known."""
+    record = contents.records.get(key)
+    return max(contents.forgotten.get(key, 0), 0 if record is None else record.generation)
+
+
+def forget(contents: Contents, shape: MoeShape, M: int) -> Contents:  # noqa: N803
+    """Without the record of this (shape, M), whatever its source: no older copy brings it back, a new search may."""
+    key = (shape, M)
+    floor = generation(contents, key) + 1
+    return merge(contents, Contents(contents.environment, forgotten={key: floor}))
+
+
+def demote(contents: Contents, record: Record, evidence: Evidence) -> Contents:
+    """Take back a record that did not hold when it was measured again, here and in every older copy.
+
+    Its M is settled with SGLang's own answer, for the reason in ``evidence``. Unchanged where the contents
+    hold another pair for that M by now, or one that a user pinned.
+    """
+    key = (record.shape, record.M)
+    held = contents.records.get(key)
+    if held is None or held.source == "pinned" or (held.pair, held.baseline) != (record.pair, record.baseline):
+        return contents
+    changes = {"verdict": "baseline", "pair": held.baseline, "evidence": evidence, "source": "learned"}
+    demoted = msgspec.structs.replace(held, **changes, generation=generation(contents, key) + 1)
+    return with_changes(contents, demoted)
+
+
+def pin(contents: Contents, shape: MoeShape, M: int, pair: ConfigPair, unix_s: float = 0.0) -> Contents:  # noqa: N803
+    """Serve this pair by the user's word, until it is forgotten or another one is pinned."""
+    key = (shape, M)
+    held, note = contents.records.get(key), contents.notes.get(shape)
+    known = {} if note is None else note.baselines
+    baseline = known.get(M, pair) if held is None else held.baseline
+    evidence = held.evidence if held is not None and held.pair == pair else _NO_EVIDENCE
+    pinned = Record(shape, M, "faster", pair, baseline, evidence, "pinned", unix_s=unix_s)
+    return with_changes(contents, msgspec.structs.replace(pinned, generation=generation(contents, key) + 1))
+
+
+_NO_EVIDENCE = Evidence(0.0, 0.0, 0.0, 0.0, 0.0, 0, 0, 0.0)
 
 
 def no_breath() -> None:
@@ -126,9 +185,10 @@ def no_breath() -> None:
 def merge(a: Contents, b: Contents, breathe: Callable[[], None] = no_breath) -> Contents:
     """Both in one: nothing is lost, and order, grouping and repetition of merges do not matter.
 
-    Of two records for one (shape, M): pinned by the user, then more samples, then the larger ``gain_low``,
-    then the larger text. Baselines unite (the larger text where they differ), ``served`` takes the maximum.
-    To take a record back, submit one with more samples. Raises ValueError for two environments.
+    Of two records for one (shape, M): the later generation, then the better source (pinned, learned, imported,
+    replayed), then more samples, then the larger ``gain_low``, then the larger text. What was forgotten stays so.
+    Baselines unite (the larger text where they differ), ``served`` takes the maximum. Raises ValueError for two
+    environments.
     """
     if a.environment != b.environment:
         both = f"{a.environment} and {b.environment}"
@@ -137,12 +197,15 @@ def merge(a: Contents, b: Contents, breathe: Callable[[], None] = no_breath) -> 
         a.environment,
         dict(a.records),
         dict(a.notes),
+        dict(a.forgotten),
         tuple(sorted({u.raw: u for u in sorted((*a.unread, *b.unread))}.values())),
         dict(a.record_text),
         dict(a.note_text),
         _larger(a.document_text, b.document_text),
         max(a.environment_text or b"", b.environment_text or b"") or None,
     )
+    for key, floor in b.forgotten.items():
+        add_forgotten(merged, key, floor)
     for key, record in b.records.items():
         breathe()
         add_record(merged, record, b.record_text.get(key))
@@ -155,6 +218,8 @@ def add_record(contents: Contents, record: Record, text: bytes | None) -> None:
     """Add to contents that nobody else has seen yet."""
     key = (record.shape, record.M)
     old = contents.records.get(key)
+    if record.generation < contents.forgotten.get(key, 0):
+        return
     if old is record and text == contents.record_text.get(key):
         return
     if old is None or _rank(old, contents.record_text.get(key)) < _rank(record, text):
@@ -162,6 +227,14 @@ def add_record(contents: Contents, record: Record, text: bytes | None) -> None:
         contents.record_text.pop(key, None)
         if text is not None:
             contents.record_text[key] = text
+
+
+def add_forgotten(contents: Contents, key: Key, floor: int) -> None:
+    """Add to contents that nobody else has seen yet."""
+    contents.forgotten[key] = floor = max(floor, contents.forgotten.get(key, 0))
+    if (old := contents.records.get(key)) is not None and old.generation < floor:
+        del contents.records[key]
+        contents.record_text.pop(key, None)
 
 
 def add_note(contents: Contents, note: ShapeNote, extra: dict[str, bytes]) -> None:
@@ -172,10 +245,14 @@ def add_note(contents: Contents, note: ShapeNote, extra: dict[str, bytes]) -> No
         contents.note_text[note.shape] = _larger(contents.note_text.get(note.shape, {}), extra)
 
 
-def _rank(record: Record, text: bytes | None) -> tuple[bool, int, float, bytes]:
+_SOURCES: tuple[Source, ...] = ("replayed", "imported", "learned", "pinned")
+"""A replayed record was never measured on this device, and an imported one says of itself how good it is."""
+
+
+def _rank(record: Record, text: bytes | None) -> tuple[int, int, int, float, bytes]:
     evidence = record.evidence
     content = msgspec.json.encode(record) if text is None else text
-    return record.source == "pinned", evidence.samples, evidence.gain_low, content
+    return record.generation, _SOURCES.index(record.source), evidence.samples, evidence.gain_low, content
 
 
 _ORIGINS: tuple[Origin, ...] = ("miss", "fallback", "exact")

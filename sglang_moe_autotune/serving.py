@@ -134,11 +134,12 @@ class Serving:
         if not self.budget.left(now):
             self._stand_aside(f"this hour's {self.settings.budget_s:g} GPU seconds are spent")
             return False
+        before_s = self.tuner.gpu_s
         with self.compiles.tuning():
             result = self.tuner.step(deep_idle=quiet_s >= self.settings.deep_idle_s)
+        self.slices += self.tuner.gpu_s > before_s
         self.budget.spent_until(self.tuner.gpu_s)
         self.state, self.reason = _STATES[result], ""
-        self.slices += result == "worked"
         return result == "worked"
 
     # -- start ------------------------------------------------------------------------------------------------

@@ -44,7 +44,8 @@ class KernelConfig(msgspec.Struct, frozen=True, order=True):
                 raise ValueError(f"{key} must be a whole number, not {value!r}")
         known = (*_TILE_KEYS, *_OPTION_KEYS)
         extra = tuple(sorted((k, v) for k, v in config.items() if k not in known))
-        return cls(*(config[k] for k in _TILE_KEYS), *(config.get(k) for k in _OPTION_KEYS), extra=extra)
+        values: dict[str, Any] = {k: config.get(k) for k in known}
+        return cls(**values, extra=extra)
 
     def to_dict(self) -> dict[str, int | bool]:
         """A fresh dict in the key order of SGLang's files."""

@@ -252,3 +252,29 @@ def read(root: Path, now_unix_s: float | None = None) -> Servers:
     order = {"running": 0, "elsewhere": 1, "silent": 2, "gone": 3}
     servers.sort(key=lambda s: (order[s.presence], -s.live.unix_s, s.live.rank))
     return Servers(tuple(servers), tuple(unread))
+
+
+class Difference(NamedTuple):
+    """A field in which servers that share a store and a kind of GPU differ, and each one's value."""
+
+    field: str
+    values: tuple[tuple[str, str], ...]
+    """(who, value), in the order of the servers"""
+
+
+_COMPARED = ("sglang", "triton", "mode", "epoch", "rows")
+
+
+def differences(servers: tuple[Server, ...]) -> tuple[Difference, ...]:
+    """How the servers that live differ from one another, for each kind of GPU on its own."""
+    found = []
+    by_device: dict[str, list[LiveStatus]] = {}
+    for server in servers:
+        if server.presence in {"running", "elsewhere"}:
+            by_device.setdefault(server.live.device_name, []).append(server.live)
+    for lives in by_device.values():
+        for field in _COMPARED:
+            values = tuple((f"pid {live.pid} on {live.host}", str(getattr(live, field))) for live in lives)
+            if len({value for _, value in values}) > 1:
+                found.append(Difference(field, values))
+    return tuple(found)

@@ -20,6 +20,7 @@ from sglang_moe_autotune.records import Contents, Environment, Record, ShapeNote
 from sglang_moe_autotune.validity import problem
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
 logger = logging.getLogger(__name__)
@@ -259,3 +260,22 @@ def read(path: Path) -> Contents:
     if isinstance(snapshot.contents, Unreadable):
         raise StoreError(f"{path} is {snapshot.contents.state}: {snapshot.contents.reason}")
     return snapshot.contents
+
+
+def change(path: Path, function: Callable[[Contents], Contents], new: Environment | None = None) -> Contents:
+    """Apply a decision of the user to one file: lock, re-read, apply, write. Returns what the file holds now.
+
+    ``function`` is pure, gets what is stored (nothing, where there is no file and ``new`` says of which
+    environment it will be) and may be called again where another process came between. Raises StoreError where
+    the file is missing, broken, newer than this version or cannot be written, or the result makes no sense.
+    """
+    snapshot_contents = Contents(new) if new is not None and not path.exists() else read(path)
+    changed = function(snapshot_contents)
+    values = (*changed.records.values(), *changed.notes.values())
+    if reason := next(filter(None, map(problem, values)), None):
+        raise StoreError(f"{path} is left as it is: {reason}")
+    try:
+        update = RecordFile(path).update(changed)
+    except (OSError, ValueError) as error:
+        raise StoreError(f"{path} cannot be written ({error}): {_CURE}") from error
+    return update.contents

@@ -36,6 +36,8 @@ class PairTimer:
     def __init__(self) -> None:
         self._events: list[torch.cuda.Event] = []
         self._spin_cycles = 200_000
+        self._turn = 0
+        """pairs timed so far: which slot and which side come first goes on from slice to slice"""
 
     def time(
         self,
@@ -47,9 +49,10 @@ class PairTimer:
     ) -> Timed:
         """Up to ``count`` pairs, as many as fit ``slice_us``, at least one.
 
-        candidate, baseline: one thunk a slot of the rotation, each makes one launch. expected_us: what one
-        launch of each is thought to take; infinite for a candidate that has never run, which then gets one
-        launch alone.
+        candidate, baseline: one thunk a slot of the rotation, each makes one launch; both sides have the same
+        routing in a slot, and weights that the other side has not just drawn through the L2 cache. expected_us:
+        what one launch of each is thought to take; infinite for a candidate that has never run, which then gets
+        one launch alone.
         """
         unknown = expected_us[0] == float("inf")
         short = min(expected_us[0] if not unknown else expected_us[1], expected_us[1]) < _SHORT_LAUNCH_US
@@ -57,19 +60,20 @@ class PairTimer:
         pair_us = inner * ((0.0 if unknown else expected_us[0]) + expected_us[1])
         pairs = 1 if unknown else max(1, min(count, int(0.6 * slice_us / max(pair_us, 1.0))))
         events = self._take_events(2 * pairs + 2)
-        slot = 0
+        first_turn = self._turn
         events[0].record()
         torch.cuda._sleep(self._spin_cycles if short else 1000)
         events[1].record()
         begun = time.perf_counter()
         for pair in range(pairs):
             # A-B, B-A, ...: what drifts within a slice meets both sides alike.
-            sides = (candidate, baseline) if pair % 2 == 0 else (baseline, candidate)
+            sides = (candidate, baseline) if self._turn % 2 == 0 else (baseline, candidate)
             for offset, side in enumerate(sides):
                 for step in range(inner):
-                    side[(slot + step) % len(side)]()
+                    # Two turns a slot, so that each slot is met in both orders.
+                    side[(self._turn // 2 + step) % len(side)]()
                 events[2 * pair + 2 + offset].record()
-            slot += inner
+            self._turn += 1
         host_us = (time.perf_counter() - begun) * 1e6
         starved = short and events[1].query()
         last = events[2 * pairs + 1]
@@ -83,7 +87,7 @@ class PairTimer:
         samples = []
         for pair in range(pairs):
             first, second = spans[2 * pair], spans[2 * pair + 1]
-            samples.append(Sample(first, second) if pair % 2 == 0 else Sample(second, first))
+            samples.append(Sample(first, second) if (first_turn + pair) % 2 == 0 else Sample(second, first))
         return Timed(samples, device_us)
 
     def _take_events(self, count: int) -> list[torch.cuda.Event]:

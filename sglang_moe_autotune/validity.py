@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from sglang_moe_autotune.records import Environment, Record, ShapeNote
+from sglang_moe_autotune.records import Environment, Forgotten, Record, ShapeNote
 from sglang_moe_autotune.shapes import KernelConfig
 
 if TYPE_CHECKING:
@@ -29,14 +29,17 @@ _LAUNCH_OPTIONS = frozenset(
 )
 
 
-def problem(value: Environment | Record | ShapeNote) -> str | None:
+def problem(value: Environment | Record | ShapeNote | Forgotten) -> str | None:
     """Why a value must not be served or written, or None."""
     if isinstance(value, Environment):
         return next(_environment_problems(value), None)
     if reason := next(_shape_problems(value.shape), None):
         return f"shape: {reason}"
-    problems = _record_problems(value) if isinstance(value, Record) else _note_problems(value)
-    return next(problems, None)
+    if isinstance(value, ShapeNote):
+        return next(_note_problems(value), None)
+    return next(_place_problems(value), None) or (
+        next(_record_problems(value), None) if isinstance(value, Record) else None
+    )
 
 
 def _environment_problems(environment: Environment) -> Iterator[str]:
@@ -60,9 +63,14 @@ def _shape_problems(shape: MoeShape) -> Iterator[str]:
         yield f"dtype and variant must be short words, not {str(words)[:80]}"
 
 
+def _place_problems(value: Record | Forgotten) -> Iterator[str]:
+    if not 1 <= value.M <= _MAX_M:
+        yield f"M must be 1 to {_MAX_M}, not {value.M}"
+    if not 0 <= value.generation <= _MAX_INT:
+        yield f"generation must be 0 to {_MAX_INT}, not {value.generation}"
+
+
 def _record_problems(record: Record) -> Iterator[str]:
-    if not 1 <= record.M <= _MAX_M:
-        yield f"M must be 1 to {_MAX_M}, not {record.M}"
     baseline_keys = {key for config in (record.baseline.up, record.baseline.down) for key, _ in config.extra}
     yield from _pair_problems("pair", record.pair, _LAUNCH_OPTIONS | baseline_keys)
     yield from _pair_problems("baseline", record.baseline, None)

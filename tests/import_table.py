@@ -26,7 +26,7 @@ LAYERS: dict[str, Layer] = {
     **dict.fromkeys(
         (
             "benchmark", "compiler", "compile_child", "launch", "layers", "releases", "correctness", "plugin",
-            "graphs", "ranks", "timing", "serving", "listener", "live",
+            "graphs", "ranks", "timing", "scratch", "listener", "live", "serving",
         ),
         "edge",
     ),

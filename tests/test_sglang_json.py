@@ -21,10 +21,10 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from sglang_moe_autotune.errors import ExportError
+from sglang_moe_autotune.export import EVIDENCE, export
 from sglang_moe_autotune.sglang_json import (
     GRID,
     encode,
-    export,
     file_name,
     folder_name,
     parse,

@@ -1,0 +1,108 @@
+"""Device memory of one bench: activations, outputs and routings, in a private pool that is given back whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from sglang_moe_autotune import correctness
+from sglang_moe_autotune.layers import Buffers
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from sglang_moe_autotune.shapes import Gemm, MoeShape
+
+Align = Callable[[torch.Tensor, int, int], tuple[torch.Tensor, ...]]
+"""SGLang's moe_align_block_size(topk_ids, block_size, experts)"""
+
+FLUSH_BYTES = 256 << 20
+"""more than the L2 cache of any GPU: writing as much leaves nothing of the weights there"""
+
+_MARGIN_BYTES = 64 << 20
+_SEED = 20
+_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+
+def columns(shape: MoeShape, gemm: Gemm) -> int:
+    """Columns of a GEMM's output."""
+    return shape.w1_shape[1] if gemm == "up" else shape.K
+
+
+def scratch_bytes(shape: MoeShape, M: int, *, flush: bool) -> int:  # noqa: N803
+    """What a ``Scratch`` takes: activations of both GEMMs, two outputs, and a margin for routings, aligned ids and
+    the temporaries of a comparison."""
+    width = _DTYPES[shape.activation_dtype].itemsize
+    rows = M * shape.top_k
+    inputs = M * shape.K + rows * shape.w1_shape[1]
+    return width * (inputs + 2 * _output_elements(shape, M, flush=flush)) + _MARGIN_BYTES
+
+
+def _output_elements(shape: MoeShape, M: int, *, flush: bool) -> int:  # noqa: N803
+    needed = M * shape.top_k * max(columns(shape, "up"), columns(shape, "down"))
+    return max(needed, FLUSH_BYTES // _DTYPES[shape.activation_dtype].itemsize) if flush else needed
+
+
+class Scratch:
+    """The operands of both GEMMs at one (shape, M), besides the weights.
+
+    ``flush``: the outputs are large enough to push weights out of the L2 cache. ``local_share``: the part of the
+    experts that this rank holds. Raises torch.OutOfMemoryError if the memory is not there after all.
+    """
+
+    def __init__(self, shape: MoeShape, M: int, align: Align, local_share: float, *, flush: bool) -> None:  # noqa: N803
+        self.shape, self.M = shape, M
+        self._align, self._local_share = align, local_share
+        device = torch.device("cuda", torch.cuda.current_device())
+        dtype = _DTYPES[shape.activation_dtype]
+        rows, up_n = M * shape.top_k, shape.w1_shape[1]
+        down_k = up_n if "ungated" in shape.variant or "fused-swiglu" in shape.variant else up_n // 2
+        free, _ = torch.cuda.mem_get_info()
+        self._pool: Any = torch.cuda.MemPool()
+        with torch.cuda.use_mem_pool(self._pool):
+            self._a = {
+                "up": torch.empty(M, shape.K, dtype=dtype, device=device),
+                "down": torch.empty(rows, down_k, dtype=dtype, device=device),
+            }
+            self.output = torch.empty(_output_elements(shape, M, flush=flush), dtype=dtype, device=device)
+            self.reference = torch.empty_like(self.output)
+            self._weights = torch.empty(M, shape.top_k, dtype=torch.float32, device=device)
+        self.taken_bytes = free - torch.cuda.mem_get_info()[0]
+        self._generator = torch.Generator(device=device).manual_seed(_SEED + M)
+        self._ids: dict[str, torch.Tensor] = {}
+        self._aligned: dict[tuple[str, int], tuple[torch.Tensor, ...]] = {}
+
+    def fill(self, routings: tuple[str, ...]) -> Iterator[None]:
+        """Random activations and the named routings, one at a step; ``uniform-2`` is another draw of ``uniform``."""
+        self._weights.uniform_(generator=self._generator)
+        for activation in self._a.values():
+            activation.normal_(generator=self._generator)
+            yield
+        shape = self.shape
+        for name in dict.fromkeys(routings):
+            kind = name if name in correctness.ROUTINGS else name.rpartition("-")[0]
+            with torch.cuda.use_mem_pool(self._pool):
+                self._ids[name] = correctness.topk_ids(
+                    kind, self.M, shape.E, shape.top_k, self._local_share, self._generator
+                )
+            yield
+
+    def buffers(self, gemm: Gemm, block_m: int, routing: str, output: torch.Tensor) -> Buffers:
+        """The operands of one launch; ``output`` is this object's ``output`` or ``reference``."""
+        ids = self._ids[routing]
+        if (routing, block_m) not in self._aligned:
+            with torch.cuda.use_mem_pool(self._pool):
+                self._aligned[routing, block_m] = self._align(ids, block_m, self.shape.E)
+        sorted_ids, experts, post_padded = self._aligned[routing, block_m][:3]
+        c = self.view(gemm, output)
+        return Buffers(
+            self._a[gemm], c if gemm == "down" else c.view(-1, c.shape[-1]), self._weights, ids, sorted_ids, experts,
+            post_padded,
+        )  # fmt: skip
+
+    def view(self, gemm: Gemm, output: torch.Tensor) -> torch.Tensor:
+        """The part of an output that a GEMM writes: (M, top_k, columns)."""
+        width = columns(self.shape, gemm)
+        return output[: self.M * self.shape.top_k * width].view(self.M, self.shape.top_k, width)

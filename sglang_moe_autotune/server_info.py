@@ -1,0 +1,59 @@
+"""What SGLang's ``/server_info`` shows of this process, under the key ``moe_autotune``."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+
+from sglang_moe_autotune import __version__
+from sglang_moe_autotune.tally import ShapeTally, tally
+
+if TYPE_CHECKING:
+    from sglang_moe_autotune.serving import Serving
+
+KEY: Final = "moe_autotune"
+
+
+def add(result: Any, serving: Serving) -> None:
+    """Put our part into what ``Scheduler.get_internal_state`` returned. Raises what a moved attribute raises."""
+    result.internal_state[KEY] = describe(serving)
+
+
+def describe(serving: Serving) -> dict[str, Any]:
+    """Numbers, strings, lists and dicts only: the answer travels as msgpack from SGLang 0.5.16 on.
+
+    Seconds and counts are since the start, gains are fractions, ``current`` is [shape, M]. Costs about 0.1 ms for a
+    model with 60 M, on the thread that serves; no file is read.
+    """
+    tuner, store, device = serving.tuner, serving.store, serving.device
+    snapshot = tuner.snapshot() if tuner is not None else None
+    compiler = getattr(device.provider, "compiler", None) if device is not None else None
+    return {
+        "version": __version__,
+        "mode": serving.settings.mode,
+        "state": serving.state,
+        "reason": serving.reason,
+        "epoch": serving.lookup.epoch,
+        "rows": sum(len(rows) for rows in serving.lookup.rows().values()),
+        "queue": len(snapshot.queue) if snapshot is not None else 0,
+        "current": list(snapshot.current) if snapshot is not None and snapshot.current is not None else None,
+        "phase": snapshot.phase if snapshot is not None else None,
+        "deferred": len(snapshot.deferred) if snapshot is not None else 0,
+        "slices": serving.slices,
+        "gpu_s": tuner.gpu_s if tuner is not None else 0.0,
+        "gpu_s_last_hour": serving.budget.last_hour_s,
+        "budget_s": serving.settings.budget_s,
+        "idle_s": serving.idle_s,
+        "compile": dict(compiler.counts) if compiler is not None else {},
+        "compiles_for_tuning": serving.compiles.for_tuning,
+        "store": {"path": str(store.path), "state": store.state} if store is not None else None,
+        "shapes": {slug: msgspec.to_builtins(shape) for slug, shape in shapes(serving).items()},
+    }
+
+
+def shapes(serving: Serving) -> dict[str, ShapeTally]:
+    """The tally of the shapes that this process serves."""
+    tuner, store = serving.tuner, serving.store
+    records = store.contents.records if store is not None else {}
+    return tally(serving.shapes, records, tuner.snapshot() if tuner is not None else None)
