@@ -5,21 +5,25 @@
 
 Run it with an interpreter that has SGLang and this package installed. Three servers, one after the other:
 (1) cold, with the plugin: serves at once, learns while idle; (2) without the plugin, on the exported files;
-(3) with the plugin and its store. Served kernels are read from SGLang's own profiler in (1) and (3).
+(3) with the plugin and its store; (2) and (3) start side by side. Served kernels are read from SGLang's own profiler
+in (1) and (3).
 """
 
 from __future__ import annotations
 
 import argparse
 import collections
+import concurrent.futures
 import gzip
 import json
 import os
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -50,7 +54,7 @@ class Run:
         self._install_probe()
         self.environ = {
             "PYTHONPATH": os.pathsep.join([str(self.probe), os.environ.get("PYTHONPATH", "")]),
-            "TRITON_CACHE_DIR": str(self.work / "triton"),
+            "TRITON_CACHE_DIR": os.environ.get("TRITON_CACHE_DIR", str(self.work / "triton")),
             "TRITON_CACHE_MANAGER": "acceptance_probe:LoggingCacheManager",
             "ACCEPTANCE_CACHE_LOG": str(self.work / "cache.log"),
             "ACCEPTANCE_PROBE": str(self.work / "probe.json"),
@@ -71,12 +75,13 @@ class Run:
         self.checks.append((name, ok, told))
         print(f"[{'ok' if ok else 'FAIL'}] {name}: {told}", flush=True)
 
-    def serve(self, name: str, **environ: str) -> Server:
+    def serve(self, name: str, *more: str, **environ: str) -> Server:
+        """Start a server whose name begins with its number; ``more``: flags of this one alone."""
         print(f"--- starting server {name}", flush=True)
-        flags = tuple(self.options.flags)
-        port = self.options.port + len(self.findings.setdefault("started_s", {}))
+        flags = (*self.options.flags, *more)
+        port = self.options.port + int(name[0])
         server = Server(self.folder, port, self.out / f"server_{name}.log", {**self.environ, **environ}, flags)
-        self.findings["started_s"][name] = round(server.started_s, 1)
+        self.findings.setdefault("started_s", {})[name] = round(server.started_s, 1)
         print(f"    healthy after {server.started_s:.1f} s", flush=True)
         return server
 
@@ -180,6 +185,7 @@ def first_server(run: Run) -> None:
         ready_unix_s = time.time()
         before = run.observed()
         run.findings["served_heuristic"] = profile(server, run.work / "profile_1")
+        threading.Timer(30.0, watch, (run,)).start()
         live = wait_until_learned(run, run.options.idle_s)
         time.sleep(4.0)
         after = run.observed()
@@ -261,26 +267,48 @@ def report_compiles(run: Run, live: status.LiveStatus, pids: set[int], ready_uni
     run.check("(a) no error in the server's log", not errors, "; ".join(errors[:3]) or "none")
 
 
-def second_server(run: Run) -> None:
+def watch(run: Run) -> None:
+    """What a person sees who watches the server: some seconds of ``status --watch``, kept beside the figures."""
+    command = [sys.executable, "-m", "sglang_moe_autotune.cli", "status", "--watch", "--dir", str(run.work / "store")]
+    with (run.out / "status_watch.txt").open("wb") as out:
+        process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT)
+        time.sleep(6.0)
+        process.send_signal(signal.SIGINT)
+        code = process.wait(20)
+    shown = (run.out / "status_watch.txt").read_text(errors="replace")
+    told = f"code {code}, {len(shown)} bytes"
+    run.check("status --watch beside the live server", code == 0 and "tuning" in shown, told)
+
+
+def later_servers(run: Run) -> None:
+    """Export, then a stock server on the files and a warm one with the plugin, started side by side."""
     export = run.work / "export"
     command = [sys.executable, "-m", "sglang_moe_autotune.cli", "export", str(export), "--dir", str(run.work / "store")]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     run.check("(d) export", done.returncode == 0, (done.stderr or done.stdout).strip()[-300:])
     for file in export.rglob("*.json"):
-        shutil.copy(file, run.out)
-    with run.serve("2_exported", SGLANG_MOE_CONFIG_DIR=str(export), SGLANG_PLUGINS="acceptance_probe") as server:
-        run.findings["tokens_exported"] = tokens_of(server.generate(prompts(), 16))
-        log = server.text()
-    used, plugged = log.count("Using MoE kernel config from"), "MoE autotune" in log
-    run.check("(d) stock SGLang reads the export", used > 0 and not plugged, f"{used} x 'Using MoE kernel config from'")
+        shutil.copy(file, run.out / f"export_{'down' if file.stem.endswith('_down') else 'up'}.json")
+    share = ("--mem-fraction-static", "0.4")
+    stock = {"SGLANG_MOE_CONFIG_DIR": str(export), "SGLANG_PLUGINS": "acceptance_probe"}
+    stock["ACCEPTANCE_PROBE"] = str(run.work / "probe_stock.json")
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        second = pool.submit(run.serve, "2_exported", *share, **stock)
+        third = pool.submit(run.serve, "3_warm", *share, SGLANG_MOE_AUTOTUNE_MODE="read-only")
+    with third.result() as warm:
+        with second.result() as server:
+            run.findings["tokens_exported"] = tokens_of(server.generate(prompts(), 16))
+            log = server.text()
+        used, plugged = log.count("Using MoE kernel config from"), "MoE autotune" in log
+        told = f"{used} x 'Using MoE kernel config from'"
+        run.check("(d) stock SGLang reads the export", used > 0 and not plugged, told)
+        third_server(run, warm)
 
 
-def third_server(run: Run) -> None:
-    with run.serve("3_warm", SGLANG_MOE_AUTOTUNE_MODE="read-only") as server:
-        run.findings["tokens_learned"] = tokens_of(server.generate(prompts(), 16))
-        run.findings["served_learned"] = profile(server, run.work / "profile_3")
-        time.sleep(4.0)
-        live, seen, log = run.live(), run.observed(), server.text()
+def third_server(run: Run, server: Server) -> None:
+    run.findings["tokens_learned"] = tokens_of(server.generate(prompts(), 16))
+    run.findings["served_learned"] = profile(server, run.work / "profile_3")
+    time.sleep(4.0)
+    live, seen, log = run.live(), run.observed(), server.text()
     started = [x for x in log.splitlines() if "MoE autotune" in x and "learned rows" in x]
     hits = live.rows if live is not None else 0
     told = started[0][-160:] if started else "no start line in the log"
@@ -367,8 +395,7 @@ def main() -> int:
     try:
         first_server(run)
         if not run.options.only_first:
-            second_server(run)
-            third_server(run)
+            later_servers(run)
     finally:
         run.findings["checks"] = [list(c) for c in run.checks]
         (run.out / "acceptance.json").write_text(json.dumps(run.findings, indent=1, default=str))

@@ -86,7 +86,9 @@ class Agenda:
 
     def _holds(self, key: Key, baseline: ConfigPair) -> bool:
         stored = self.stored.get(key)
-        return stored is not None and (stored.source == "pinned" or stored.baseline == baseline)
+        if stored is None or stored.source == "imported":
+            return False  # an imported row is a candidate, not an outcome
+        return stored.source == "pinned" or stored.baseline == baseline
 
     def heat(self, key: Key, count: int) -> None:
         self._heat[key] = self._heat.get(key, 0) + count

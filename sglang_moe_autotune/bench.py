@@ -38,7 +38,8 @@ class Bench(Protocol):
         """Do one step of the set-up (buffers, routings, the baseline's binaries); True when done."""
 
     def readiness(self, gemm: Gemm, config: KernelConfig) -> Readiness:
-        """Ask for the binary of this exact launch; the first call orders it, and none blocks."""
+        """Ask for the binary of this exact launch; the first call orders it, and none waits for a compile.
+        The call that finds it ready loads it, or finds that it cannot be loaded."""
 
     def reason(self, gemm: Gemm, config: KernelConfig) -> str:
         """Why the readiness is ``failed``, for the log and the record."""

@@ -7,6 +7,7 @@ import statistics
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from triton.errors import TritonError
 
 from sglang_moe_autotune import correctness, launch
 from sglang_moe_autotune.bench import Bench, Comparison, Declined, Readiness, Sample
@@ -26,6 +27,8 @@ _SLOT_ROUTINGS = ("uniform", "uniform-2", "skewed", "uniform-3")
 _HOPELESS = 3.0
 """A first launch this many times the baseline's is told to the search; less may be the cold start of a binary."""
 _BLOCK_SIZES_M = (16, 32, 64, 128, 256)
+_REFUSALS = (TritonError, RuntimeError, OSError, ValueError, KeyError, AssertionError, TypeError)
+"""what Triton's cache, its launcher and the driver raise for a candidate that is impossible or damaged"""
 
 
 class Lent(NamedTuple):
@@ -109,20 +112,33 @@ class DeviceBench:
 
     def readiness(self, gemm: Gemm, config: KernelConfig) -> Readiness:
         candidate = self._candidate(gemm, config)
-        return "failed" if isinstance(candidate, str) else self._provider.compiler.readiness(candidate.binary)
+        if isinstance(candidate, str):
+            return "failed"
+        state = self._provider.compiler.readiness(candidate.binary)
+        if state == "ready":
+            try:
+                self._load(gemm, config)
+            except _REFUSALS as error:
+                self._candidates[gemm, config] = f"cannot be loaded: {type(error).__name__}: {error}"
+                return "failed"
+        return state
 
     def reason(self, gemm: Gemm, config: KernelConfig) -> str:
         candidate = self._candidate(gemm, config)
         return candidate if isinstance(candidate, str) else self._provider.compiler.reason(candidate.binary)
 
     def measure(self, gemm: Gemm, config: KernelConfig, count: int) -> list[Sample]:
-        incumbent = self._baseline.of(gemm)
-        fresh = self._load(gemm, config)
-        if fresh:
+        if isinstance(self._candidate(gemm, config), str):
             return []
+        incumbent = self._baseline.of(gemm)
         thunks = self._thunks(gemm, config), self._thunks(gemm, incumbent, other=True)
         expected = self._expected_us.get((gemm, config), float("inf")), self._expected_us[gemm, incumbent]
-        timed = self._provider.timer.time(*thunks, expected, count, self._provider.slice_us)
+        try:
+            timed = self._provider.timer.time(*thunks, expected, count, self._provider.slice_us)
+        except _REFUSALS as error:
+            torch.cuda.current_stream().synchronize()  # raises where the device is lost: then nothing helps
+            self._candidates[gemm, config] = f"cannot be launched: {type(error).__name__}: {error}"
+            return []
         self._device_us += timed.device_us
         if timed.samples:
             self._expected_us[gemm, config] = statistics.median(s.candidate_us for s in timed.samples)
@@ -165,9 +181,11 @@ class DeviceBench:
         return self._device_us * 1e-6
 
     def close(self) -> None:
-        # Recorded launches hold the tensors; the pool gives its memory back when the last one is gone.
-        self._candidates.clear()
-        self._comparing = self._setup = self._scratch = None
+        self._candidates.clear()  # recorded launches hold tensors of the scratch
+        self._comparing = self._setup = None
+        if self._scratch is not None:
+            self._scratch.close()
+        self._scratch = None
         self._provider.scratch_bytes = 0
 
     # -- set-up -----------------------------------------------------------------------------------------------
@@ -241,7 +259,7 @@ class DeviceBench:
                 if config == self._baseline.of(gemm):
                     launches += [self._record(gemm, config, s + 1, r) for s, r in routings]
                 binaries = [launch.binary_of(made, self._device) for made in launches]
-            except (AssertionError, ValueError, TypeError, KeyError) as error:
+            except _REFUSALS as error:
                 self._candidates[place] = f"SGLang refuses this launch: {type(error).__name__}: {error}"
             else:
                 if len({b.hash for b in binaries}) > 1:
@@ -249,17 +267,17 @@ class DeviceBench:
                 self._candidates[place] = _Candidate(binaries[0], launches, [b.bound for b in binaries])
         return self._candidates[place]
 
-    def _load(self, gemm: Gemm, config: KernelConfig) -> bool:
-        """Make the binary launchable; True if that took work, which is a slice of its own."""
+    def _load(self, gemm: Gemm, config: KernelConfig) -> None:
+        """Make the binary launchable. Raises one of ``_REFUSALS`` where the disk or the driver refuses it."""
         candidate = self._candidate(gemm, config)
         assert not isinstance(candidate, str)  # noqa: S101 - only ready configs are measured
         kernels, name = self._provider.kernels, candidate.binary.hash
         if name in kernels:
-            return False
+            return
         kernel = launch.loaded(candidate.launches[0], self._device, candidate.binary)
-        kernels[name] = launch.load(candidate.binary) if kernel is None else kernel
-        kernels[name]._init_handles()
-        return kernel is None
+        kernel = launch.load(candidate.binary) if kernel is None else kernel
+        kernel._init_handles()
+        kernels[name] = kernel
 
     def _thunks(self, gemm: Gemm, config: KernelConfig, *, other: bool = False) -> list[Thunk]:
         """One launch a slot. ``other``: the same routings on the layer beside, for the side that is compared

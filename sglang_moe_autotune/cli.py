@@ -1,160 +1,55 @@
-"""The command ``sglang-moe-autotune``: what was learned, what servers are doing, and export.
-
-Tables or one JSON object go to standard output, messages to standard error. rich is imported where a table
-is printed, since ``--json`` does without it.
-"""
+"""The command ``sglang-moe-autotune``: its group, the commands that only read, and the list of all others."""
 
 from __future__ import annotations
 
-import math
 import os
 import shlex
 import sys
-import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
-import msgspec
 
-from sglang_moe_autotune import __version__, doctor, objects, selection, sglang_json, status, store, summary
-from sglang_moe_autotune.errors import AutotuneError, ShapeNotFoundError
+from sglang_moe_autotune import (
+    __version__,
+    config_folder,
+    doctor,
+    editing,
+    explain,
+    export,
+    figures,
+    importing,
+    objects,
+    offline_cli,
+    report,
+    selection,
+    shell,
+    summary,
+    watch,
+)
 from sglang_moe_autotune.selection import NothingFound, Unusable
-from sglang_moe_autotune.settings import Settings, cache_root
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from rich.console import Console
-
-_Command = TypeVar("_Command", bound="Callable[..., None]")
-
-
-class _Commands(click.Group):
-    """Turns the errors of the package into one line and an exit code."""
-
-    def invoke(self, ctx: click.Context) -> Any:
-        try:
-            return super().invoke(ctx)
-        except ShapeNotFoundError as error:
-            raise NothingFound(str(error)) from error
-        except AutotuneError as error:
-            raise Unusable(str(error)) from error
-
-
-class _Number(click.FloatRange):
-    """A range that "nan" is not in: no comparison with it is true, so click lets it pass."""
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        number = super().convert(value, param, ctx)
-        if math.isnan(number):
-            self.fail(f"{value!r} is not a number.", param, ctx)
-        return number
-
-
-def _options(*names: str) -> Callable[[_Command], _Command]:
-    """The options of that name, as every command has them."""
-    known = {
-        "dir": click.option(
-            "--dir",
-            "folder",
-            type=click.Path(path_type=Path, file_okay=False),
-            help="Folder of the store, in place of SGLANG_MOE_AUTOTUNE_DIR.",
-        ),
-        "environment": click.option(
-            "--environment",
-            metavar="NAME",
-            help="Part of the environment's title or file name, such as H200 or 3.8.0.",
-        ),
-        "json": click.option("--json", "as_json", is_flag=True, help="Print one JSON object, nothing else."),
-    }
-
-    def decorate(command: _Command) -> _Command:
-        for name in reversed(names):
-            command = known[name](command)
-        return command
-
-    return decorate
-
-
-def _example(*lines: str) -> str:
-    return "\b\nExample:\n" + "\n".join(f"  sglang-moe-autotune {line}" for line in lines)
-
-
-def _environ(folder: Path | None) -> dict[str, str]:
-    chosen = {} if folder is None else {"SGLANG_MOE_AUTOTUNE_DIR": str(folder)}
-    return {**os.environ, **chosen}
-
-
-def _root(folder: Path | None) -> Path:
-    environ = _environ(folder)
-    settings, complaints = Settings.from_environ(environ)
-    for complaint in complaints:
-        click.echo(complaint, err=True)
-    root = cache_root(settings, environ)
-    if root is None:
-        raise click.UsageError("no folder can be named for the store, as there is no home: give --dir")
-    return root
-
-
-def _console() -> Console:
-    from rich.console import Console  # noqa: PLC0415 - see the module's docstring
-
-    return Console(highlight=False, markup=False, emoji=False)
-
-
-def _emit(value: objects.Json) -> None:
-    click.echo(msgspec.json.format(msgspec.json.encode(value), indent=2).decode())
 
 
 @click.group(
     doctor.DISTRIBUTION,
-    cls=_Commands,
+    cls=shell.Commands,
     context_settings={"help_option_names": ["-h", "--help"]},
     epilog="\b\nExit codes: 0 ok; 1 nothing found, or not healthy; 2 wrong usage;\n"
-    "3 a file or folder cannot be read or written.",
+    "3 a file, folder or server cannot be read or written as it must.",
 )
 @click.version_option(__version__)
 def main() -> None:
     """What sglang-moe-autotune has learned on this machine, and what its servers are doing."""
 
 
-@main.command("status", epilog=_example("status", "status --json"))
-@click.option("--all", "everything", is_flag=True, help="Also processes that are gone.")
-@_options("dir", "json")
-def status_command(folder: Path | None, *, as_json: bool, everything: bool) -> None:
-    """Running servers and the store. Exits with 1 where there is neither, with 3 where no file can be read."""
-    root = _root(folder)
-    try:
-        found = status.read(root)
-    except OSError as error:
-        folder = root / status.FOLDER
-        message = f"{folder} cannot be listed ({error.strerror}): choose another store with --dir"
-        raise Unusable(message) from error
-    entries = store.environments(root)
-    for path, reason in found.unread:
-        click.echo(f"{path}: {reason}", err=True)
-    if as_json:
-        stored = [objects.entry(entry) for entry in entries]
-        _emit({"root": str(root), **objects.servers(found), "environments": stored})
-    else:
-        from sglang_moe_autotune import tables  # noqa: PLC0415
-
-        console = _console()
-        for line in tables.status(root, found, entries, time.time(), everything=everything):
-            console.print(line)
-    if entries and all(entry.environment is None for entry in entries):
-        sys.exit(Unusable.exit_code)
-    if not entries and all(server.presence == "gone" for server in found.servers):
-        sys.exit(NothingFound.exit_code)
+main.add_command(watch.status_command)
 
 
 @main.command(
     "list",
     short_help="Stored shapes, a line each, with their gains.",
-    epilog=_example("list", "list --environment H200 --json"),
+    epilog=shell.example("list", "list --environment H200 --json"),
 )
-@_options("dir", "environment", "json")
+@shell.options("dir", "environment", "json")
 def list_command(folder: Path | None, environment: str | None, *, as_json: bool) -> None:
     """Stored shapes, a line each: the counts of M by outcome, and gains.
 
@@ -167,17 +62,16 @@ def list_command(folder: Path | None, environment: str | None, *, as_json: bool)
     """
     found = [
         (file, summary.summarise(file.contents.records, file.contents.notes))
-        for file in selection.opened(_root(folder), environment)
+        for file in selection.opened(shell.root(folder), environment)
     ]
     if as_json:
         listed = [objects.environment_summary(f.path, f.contents.environment, s) for f, s in found]
-        _emit({"environments": listed})
+        shell.emit({"environments": listed})
     else:
-        from sglang_moe_autotune import tables  # noqa: PLC0415
+        from sglang_moe_autotune import tables  # noqa: PLC0415 - rich, which --json does without
 
-        console = _console()
         for file, summaries in found:
-            console.print(file.title, tables.shapes(summaries), sep="\n")
+            shell.show(file.title, tables.shapes(summaries))
     if not any(summaries for _, summaries in found):
         raise NothingFound("no shape is stored yet: let a server run with the plugin")
 
@@ -185,10 +79,10 @@ def list_command(folder: Path | None, environment: str | None, *, as_json: bool)
 @main.command(
     "show",
     short_help="Each M of a shape: SGLang's answer and what was learned.",
-    epilog=_example("show E128-N768-K2048-top8-bf16", "show E128 --json"),
+    epilog=shell.example("show E128-N768-K2048-top8-bf16", "show E128 --json"),
 )
-@click.argument("shape")
-@_options("dir", "environment", "json")
+@shell.shape_argument()
+@shell.options("dir", "environment", "json")
 def show_command(shape: str, folder: Path | None, environment: str | None, *, as_json: bool) -> None:
     """Each M of SHAPE: SGLang's answer above, what was learned below.
 
@@ -196,66 +90,163 @@ def show_command(shape: str, folder: Path | None, environment: str | None, *, as
     the two GEMMs (BLOCK_SIZE_M x N x K, g GROUP_SIZE_M, w warps, s stages), us their time together, n the
     paired samples; the gain stands above its interval, both in percent.
     """
-    file, shapes = selection.find(selection.opened(_root(folder), environment), shape)
+    file, shapes = selection.find(selection.opened(shell.root(folder), environment), shape)
     rows = [(s, summary.rows(s, file.contents.records, file.contents.notes.get(s))) for s in shapes]
     if as_json:
         described = [objects.shape_rows(owner, found) for owner, found in rows]
-        _emit({"environment": objects.environment(file.contents.environment), "shapes": described})
+        shell.emit({"environment": objects.environment(file.contents.environment), "shapes": described})
     else:
-        from sglang_moe_autotune import tables  # noqa: PLC0415
+        from sglang_moe_autotune import tables  # noqa: PLC0415 - rich, which --json does without
 
-        console = _console()
         for owner, found in rows:
-            console.print(f"{owner.slug} on {file.title}", tables.shape_rows(found), sep="\n")
+            shell.show(f"{owner.slug} on {file.title}", tables.shape_rows(found))
+
+
+@main.command(
+    "explain",
+    short_help="Which answer is served for a shape at one M, and why.",
+    epilog=shell.example("explain E128 256", "explain E128 64 --json"),
+)
+@shell.shape_argument()
+@click.argument("M", type=click.IntRange(1, 1 << 24))
+@shell.options("dir", "environment", "json")
+def explain_command(shape: str, m: int, folder: Path | None, environment: str | None, *, as_json: bool) -> None:
+    """Which answer a server gives for SHAPE at M tokens, and why: every source in the order in which it is asked.
+
+    The mode is that of the servers that run on this store, else of SGLANG_MOE_AUTOTUNE_MODE. The config files are those
+    of the SGLang in this Python, or of SGLANG_MOE_CONFIG_DIR; where there are none, what a server noted of them is
+    used. Nothing of SGLang is imported.
+    """
+    file, shapes = selection.find(selection.opened(shell.root(folder), environment), shape)
+    owner = selection.single(shapes)
+    about, configs = file.contents.environment, config_folder.where(os.environ)
+    files = explain.Files(readable=False)
+    if configs is not None and config_folder.readable(configs):
+        found = config_folder.answer(configs, about.triton, owner, about.device_name, m)
+        files = explain.Files(readable=True, answer=found)
+    running = [live for live in watch.running(shell.root(folder, quiet=True)) if live.device_name == about.device_name]
+    modes = {live.mode for live in running if live.triton == about.triton}
+    mode = modes.pop() if len(modes) == 1 else shell.settings(folder, quiet=True).mode
+    fixed = any(explain.DETERMINISTIC in live.reason for live in running)
+    steps = explain.explain(owner, m, file.contents, mode, files, deterministic=fixed)
+    if as_json:
+        described = objects.explanation(owner, m, steps, configs if files.readable else None)
+        shell.emit({"environment": objects.environment(about), "mode": mode, **described})
+        return
+    from sglang_moe_autotune import tables  # noqa: PLC0415 - rich, which --json does without
+
+    shell.show(f"{owner.slug} M={m} on {file.title}, mode {mode}", *tables.explanation(steps))
 
 
 @main.command(
     "export",
     short_help="Write config files that stock SGLang reads.",
-    epilog=_example("export ./moe-configs"),
+    epilog=shell.example("export ./moe-configs", "export --merge-into ./moe-configs"),
 )
-@click.argument("target", metavar="DIR", type=click.Path(path_type=Path, file_okay=False))
-@_options("dir", "environment", "json")
-def export_command(target: Path, folder: Path | None, environment: str | None, *, as_json: bool) -> None:
+@click.argument("target", metavar="[DIR]", required=False, type=click.Path(path_type=Path, file_okay=False))
+@click.option(
+    "--merge-into",
+    metavar="DIR",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="A folder with files of others, such as SGLang's own: they stay, and what collides is said.",
+)
+@shell.options("dir", "environment", "json")
+def export_command(
+    target: Path | None, merge_into: Path | None, folder: Path | None, environment: str | None, *, as_json: bool
+) -> None:
     """Write what was learned as config files that stock SGLang reads, below DIR.
 
-    SGLang takes DIR in place of its own folder, so the configs that it ships are not read then.
+    SGLang takes DIR in place of its own folder, so the configs that it ships are not read then. The evidence of each
+    row lies beside them, in sglang-moe-autotune-evidence.json.
     """
-    file = selection.only(selection.opened(_root(folder), environment), "the store holds")
-    done = sglang_json.export(file.contents, target)
+    place = target or merge_into
+    if place is None or (target is not None and merge_into is not None):
+        raise click.UsageError("name one folder: DIR, or --merge-into DIR to keep files of others in it")
+    if merge_into is not None and place.name == "configs" and any(place.glob("triton_*")):
+        place = place.parent  # SGLang's variable names the folder above, people often the one that holds the files
+    file = selection.only(selection.opened(shell.root(folder), environment), "the store holds")
+    done = export.export(file.contents, place, keep_foreign=merge_into is not None)
     for note in done.notes:
         click.echo(note, err=True)
     if as_json:
         written = {"files": [str(path) for path in done.paths], "notes": list(done.notes)}
-        _emit({**written, "set": {"SGLANG_MOE_CONFIG_DIR": str(target.absolute())}})
+        shell.emit({**written, "set": {"SGLANG_MOE_CONFIG_DIR": str(place.absolute())}})
     else:
         for path in done.paths:
             click.echo(path)
         if done.paths:
             click.echo("With this set SGLang reads them, and none of the configs that it ships:", err=True)
-            click.echo(f"export SGLANG_MOE_CONFIG_DIR={shlex.quote(str(target.absolute()))}")
+            click.echo(f"export SGLANG_MOE_CONFIG_DIR={shlex.quote(str(place.absolute()))}")
     if not done.paths:
         raise NothingFound(f"nothing that was learned for {file.title} can be exported: see `list`")
+
+
+for _command in (
+    importing.import_command,
+    editing.merge_command,
+    editing.pin_command,
+    editing.forget_command,
+    offline_cli.tune,
+    offline_cli.verify,
+):
+    main.add_command(_command)
+
+
+@main.command(
+    "report",
+    short_help="One HTML page with plots of what was learned.",
+    epilog=shell.example("report -o report.html", "report --environment H200 --json"),
+)
+@click.option(
+    "-o",
+    "--output",
+    metavar="FILE",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="File to write; without it the page goes to standard output.",
+)
+@shell.options("dir", "environment", "json")
+def report_command(output: Path | None, folder: Path | None, environment: str | None, *, as_json: bool) -> None:
+    """One self-contained HTML page of the store: gain by M, times, configs, GPU seconds, what was kept, history.
+
+    It loads nothing from a network. With --json the figures behind the plots are printed in its place.
+    """
+    files = selection.opened(shell.root(folder), environment)
+    pages = [figures.gather(file.title, file.contents) for file in files]
+    if not any(page.shapes for page in pages):
+        raise NothingFound("no shape is stored yet: let a server run with the plugin")
+    if as_json:
+        shell.emit({"environments": [objects.report(page) for page in pages]})
+        if output is None:
+            return
+    text = report.page(pages)
+    if output is None:
+        click.echo(text, nl=False)
+        return
+    try:
+        output.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise Unusable(f"{output} cannot be written ({error.strerror}): choose another file") from error
+    click.echo(f"{output}: {len(text) / 1024:.0f} KiB", err=True)
 
 
 @main.command(
     "doctor",
     short_help="Can a server that is started here tune?",
-    epilog=_example("doctor", "doctor --json"),
+    epilog=shell.example("doctor", "doctor --json"),
 )
-@_options("dir", "json")
+@shell.options("dir", "json")
 def doctor_command(folder: Path | None, *, as_json: bool) -> None:
     """Check this machine and this Python: can a server started from here tune?
 
     Imports neither SGLang nor torch. Exits with 1 if a check fails; warnings are no failure.
     """
-    rows = doctor.examine(_environ(folder))
+    rows = doctor.examine(shell.environ(folder))
     if as_json:
-        _emit(objects.checks(rows))
+        shell.emit(objects.checks(rows))
     else:
-        from sglang_moe_autotune import tables  # noqa: PLC0415
+        from sglang_moe_autotune import tables  # noqa: PLC0415 - rich, which --json does without
 
-        _console().print(tables.checks(rows))
+        shell.show(tables.checks(rows))
     if any(row.health == "fail" for row in rows):
         sys.exit(NothingFound.exit_code)
 
@@ -263,7 +254,7 @@ def doctor_command(folder: Path | None, *, as_json: bool) -> None:
 @main.command(
     "simulate",
     short_help="Run the real search on a recorded landscape.",
-    epilog=_example("simulate landscape.json.gz --seed 7 --noise 2"),
+    epilog=shell.example("simulate landscape.json.gz --seed 7 --noise 2"),
 )
 @click.argument("file", type=click.Path(path_type=Path, exists=True, dir_okay=False))
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True)
@@ -271,20 +262,20 @@ def doctor_command(folder: Path | None, *, as_json: bool) -> None:
     "--noise",
     "noise_percent",
     metavar="PERCENT",
-    type=_Number(0, 100),
+    type=shell.Number(0, 100),
     default=2.0,
     show_default=True,
     help="Noise that is put on the recorded times.",
 )
 @click.option(
-    "--budget-s", type=_Number(min=0, min_open=True), help="GPU seconds to spend; no cap without it."
+    "--budget-s", type=shell.Number(min=0, min_open=True), help="GPU seconds to spend; no cap without it."
 )
-@_options("json")
+@shell.options("json")
 def simulate_command(
     file: Path, seed: int, noise_percent: float, budget_s: float | None, *, as_json: bool
 ) -> None:
     """Run the real search on FILE, a recorded landscape, in place of a GPU."""
-    from sglang_moe_autotune import landscape, simulate  # noqa: PLC0415
+    from sglang_moe_autotune import landscape, simulate  # noqa: PLC0415 - no other command needs them
 
     try:
         recorded = landscape.load(file)
@@ -294,13 +285,11 @@ def simulate_command(
         raise Unusable(str(error)) from error
     result = simulate.simulate(recorded, seed=seed, noise_percent=noise_percent, budget_s=budget_s)
     if as_json:
-        _emit(result)
+        shell.emit(result)
     else:
-        from sglang_moe_autotune import tables  # noqa: PLC0415
+        from sglang_moe_autotune import tables  # noqa: PLC0415 - rich, which --json does without
 
-        console = _console()
-        for part in tables.simulation(result):
-            console.print(part)
+        shell.show(*tables.simulation(result))
 
 
 if __name__ == "__main__":

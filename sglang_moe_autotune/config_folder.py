@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import msgspec
 
 from sglang_moe_autotune import doctor
-from sglang_moe_autotune.shapes import ConfigPair
 from sglang_moe_autotune.sglang_json import Rows, file_name, folder_name, parse
+from sglang_moe_autotune.shapes import ConfigPair
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

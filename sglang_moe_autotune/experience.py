@@ -97,8 +97,9 @@ class Experience:
         return row.centre if row and row.logs else None
 
     def recall(self, record: Record) -> None:
-        """Take a stored record's winner: it races first at other M."""
-        self.chosen.setdefault(record.M, record.pair)
+        """Take a stored record's winner: it races first at other M. An imported one has won nothing here yet."""
+        if record.source != "imported":
+            self.chosen.setdefault(record.M, record.pair)
         if record.verdict == "faster":
             self.ordered |= dict.fromkeys(c for c in (record.pair.up, record.pair.down) if c in self.space)
 

@@ -11,7 +11,6 @@ if TYPE_CHECKING:
 
     from sglang_moe_autotune.config_folder import StockAnswer
     from sglang_moe_autotune.records import Contents, Record, ShapeNote
-    from sglang_moe_autotune.settings import Mode
     from sglang_moe_autotune.shapes import ConfigPair, MoeShape
 
 Source = Literal["override", "pinned", "exact file", "learned", "fallback file", "heuristic"]
@@ -20,6 +19,10 @@ Source = Literal["override", "pinned", "exact file", "learned", "fallback file",
 Standing = Literal["answers", "behind", "no", "unknown"]
 """``answers``: this is what is served. ``behind``: it has an answer, and one before it was asked first.
 ``no``: it has none. ``unknown``: only the server can tell."""
+
+
+DETERMINISTIC = "deterministic inference"
+"""What the reason of a server that stands aside for it says."""
 
 
 class Step(NamedTuple):
@@ -45,11 +48,25 @@ class _Claim(NamedTuple):
     unknown: bool = False
 
 
-def explain(shape: MoeShape, M: int, contents: Contents, mode: Mode, files: Files) -> tuple[Step, ...]:  # noqa: N803
-    """Every source in its order; at most one ``answers``. None does where SGLang's heuristic was never seen."""
+def explain(
+    shape: MoeShape,
+    M: int,  # noqa: N803
+    contents: Contents,
+    mode: str,
+    files: Files,
+    *,
+    deterministic: bool = False,
+) -> tuple[Step, ...]:
+    """Every source in its order; at most one ``answers``. None does where SGLang's heuristic was never seen.
+
+    mode: as in the settings; a server of a newer version may have another one. deterministic: a running server
+    says that deterministic inference is on.
+    """
     record, note = contents.records.get((shape, M)), contents.notes.get(shape)
-    steps: list[Step] = []
-    answered = False
+    steps = [Step("override", "unknown", "override_config and deterministic inference: only the server knows them")]
+    if deterministic:
+        steps = [Step("override", "answers", "deterministic inference is on: SGLang's fixed config, and nothing else")]
+    answered = deterministic
     for claim in _claims(shape, M, contents, mode, files, record, note):
         standing: Standing = "unknown" if claim.unknown else "no"
         if claim.pair is not None:
@@ -68,26 +85,23 @@ def _claims(
     shape: MoeShape,
     m: int,
     contents: Contents,
-    mode: Mode,
+    mode: str,
     files: Files,
     record: Record | None,
     note: ShapeNote | None,
 ) -> Iterator[_Claim]:
-    yield _Claim(
-        "override", "override_config and deterministic inference come first; only the server knows them", unknown=True
-    )
     yield _pinned(record, mode)
     exact, fallback = _file(files, note, m, "exact"), _file(files, note, m, "fallback")
     heuristic = _heuristic(files, note, record, m)
     stock = next((claim.pair for claim in (exact, fallback, heuristic) if claim.pair is not None), None)
-    learned = _learned(shape, m, contents, record, stock, mode)
+    learned = _learned(shape, contents, record, stock, mode)
     # Mode `all` challenges SGLang's own file, and what was faster than it is asked first.
     yield from (learned, exact) if mode == "all" else (exact, learned)
     yield fallback
     yield heuristic
 
 
-def _pinned(record: Record | None, mode: Mode) -> _Claim:
+def _pinned(record: Record | None, mode: str) -> _Claim:
     if record is None or record.source != "pinned":
         return _Claim("pinned", "nobody pinned a pair here")
     if mode == "off":
@@ -126,28 +140,33 @@ def _heuristic(files: Files, note: ShapeNote | None, record: Record | None, m: i
 
 
 def _learned(
-    shape: MoeShape, m: int, contents: Contents, record: Record | None, stock: ConfigPair | None, mode: Mode
+    shape: MoeShape, contents: Contents, record: Record | None, stock: ConfigPair | None, mode: str
 ) -> _Claim:
     if record is None:
         return _Claim("learned", f"no search has ended at this M{_others(shape, contents)}")
-    if record.source == "pinned":
-        return _Claim("learned", "the pinned pair stands in its place")
-    evidence = record.evidence
-    if record.source == "imported":
-        return _Claim("learned", f"imported: {record.pair} is raced before it is trusted")
-    if record.source == "replayed":
-        return _Claim("learned", "replayed from a recording, not measured here: never served where a GPU is")
+    if (given := _GIVEN.get(record.source)) is not None:
+        return _Claim("learned", given)
+    samples = record.evidence.samples
     if record.verdict == "baseline":
-        return _Claim("learned", f"the search ended: nothing beat SGLang's own answer (n={evidence.samples})")
-    gain = f"{100 * evidence.gain:.1f} % faster than {record.baseline} (n={evidence.samples})"
-    if stock is not None and stock != record.baseline:
-        return _Claim("learned", f"{gain}, but SGLang's own answer is another now: measured anew first")
-    for config in (record.pair.up, record.pair.down):
-        if (rule := illegal(config, shape)) is not None:
-            return _Claim("learned", f"not legal here: {rule}")
-    if mode == "off":
-        return _Claim("learned", f"{gain}; mode off leaves it unused")
-    return _Claim("learned", gain, record.pair)
+        return _Claim("learned", f"the search ended: nothing beat SGLang's own answer (n={samples})")
+    says = f"{100 * record.evidence.gain:.1f} % faster than {record.baseline} (n={samples})"
+    rules = (illegal(config, shape) for config in (record.pair.up, record.pair.down))
+    if (rule := next(filter(None, rules), None)) is not None:
+        says = f"not legal for this shape: {rule}"
+    elif stock is not None and stock != record.baseline:
+        says += ", but SGLang's own answer is another now: it is measured anew first"
+    elif mode == "off":
+        says += "; mode off leaves it unused"
+    else:
+        return _Claim("learned", says, record.pair)
+    return _Claim("learned", says)
+
+
+_GIVEN = {
+    "pinned": "the pinned pair stands in its place",
+    "imported": "imported, and not served: it is raced first",
+    "replayed": "replayed from a recording: never served where a GPU is",
+}
 
 
 def _others(shape: MoeShape, contents: Contents) -> str:

@@ -182,7 +182,13 @@ class Job:
             if samples := self._bench.measure(*trial, count):
                 search.tell(trial, samples)
                 dirty = 0
-            elif (dirty := dirty + 1) >= _DIRTY_LIMIT:
+                yield "worked"
+                continue
+            dirty += 1
+            yield "worked"
+            if self._bench.readiness(*trial) == "failed":
+                search.fail(trial, self._bench.reason(*trial))  # it could be loaded and not be launched
+            elif dirty >= _DIRTY_LIMIT:
                 search.drop(trial)
             yield "worked"
 

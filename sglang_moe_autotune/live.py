@@ -16,18 +16,18 @@ _EVERY_S = 3.0
 
 
 def start(serving: Serving) -> None:
-    """Write the live file every few seconds, off the serving thread, until the process ends."""
-    if serving.root is None:
-        return
+    """Write the live file and the metrics every few seconds, off the serving thread, until the process ends."""
     threading.Thread(target=_loop, args=(serving,), name="moe-autotune-status", daemon=True).start()
 
 
 def _loop(serving: Serving) -> None:
-    assert serving.root is not None  # noqa: S101 - start looked
     while True:
         # A dict that the serving thread changes while it is read here raises RuntimeError; the next turn succeeds.
         with contextlib.suppress(RuntimeError):
-            status.write(serving.root, describe(serving))
+            if serving.root is not None:
+                status.write(serving.root, describe(serving))
+            if serving.metrics is not None:
+                serving.metrics.update(serving)
         time.sleep(_EVERY_S)
 
 

@@ -55,7 +55,7 @@ METRICS: Final = (
 
 SLICE_BUCKETS_S: Final = (1e-4, 2e-4, 3e-4, 5e-4, 7e-4, 1e-3, 1.5e-3, 2e-3, 3e-3, 5e-3, 1e-2, 5e-2, 0.2, 1.0)
 
-_BREATH_EVERY: Final = 100
+_BREATH_EVERY: Final = 40
 _BREATH_S: Final = 50e-6
 _STATES: Final[tuple[str, ...]] = get_args(status.State)
 
@@ -90,7 +90,7 @@ class Metrics:
         try:
             if not self._families:
                 self._families = self._register()
-            self._update(server_info.describe(serving), server_info.shapes(serving))
+            self._update(server_info.describe(serving))
         except RuntimeError:
             raise  # a dict that the serving thread changed meanwhile: the caller tries again later
         except Exception:
@@ -106,7 +106,7 @@ class Metrics:
         histogram = getattr(collector, "_histogram_cls", None) or prometheus_client.Histogram
         families: dict[str, Any] = {}
         for name, kind, labels, meaning in METRICS:
-            common = {"name": PREFIX + name, "documentation": meaning, "labelnames": (*names, *labels)}
+            common: dict[str, Any] = {"name": PREFIX + name, "documentation": meaning, "labelnames": (*names, *labels)}
             if kind == "gauge":
                 families[name] = gauge(**common, multiprocess_mode="mostrecent")
             elif kind == "counter":
@@ -115,18 +115,19 @@ class Metrics:
                 families[name] = histogram(**common, buckets=SLICE_BUCKETS_S)
         return families
 
-    def _update(self, now: Mapping[str, Any], shapes: Mapping[str, tally.ShapeTally]) -> None:
+    def _update(self, now: Mapping[str, Any]) -> None:
         for state in _STATES:
             self._child("state", state).set(float(state == now["state"]))
         self._pause(now["reason"] if now["state"] in {"standing aside", "off"} else "")
+        shapes = now["shapes"]
         for state in tally.STATES:
-            self._child("shapes", state).set(sum(shape.state == state for shape in shapes.values()))
+            self._child("shapes", state).set(sum(shape["state"] == state for shape in shapes.values()))
         for slug, shape in shapes.items():
             for progress in tally.PROGRESS:
-                self._child("m", slug, progress).set(getattr(shape, progress))
-            for name, gain in (("best", shape.best_gain), ("mean", shape.mean_gain)):
-                if gain is not None:
-                    self._child("gain", slug, name).set(gain)
+                self._child("m", slug, progress).set(shape[progress])
+            for of_what in ("best", "mean"):
+                if (gain := shape[f"{of_what}_gain"]) is not None:
+                    self._child("gain", slug, of_what).set(gain)
         for name, value in (
             ("rows", now["rows"]),
             ("epoch", now["epoch"]),

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from sglang_moe_autotune.changes import Change
     from sglang_moe_autotune.doctor import Check
     from sglang_moe_autotune.explain import Step
+    from sglang_moe_autotune.figures import PageFigures
     from sglang_moe_autotune.records import Environment
     from sglang_moe_autotune.remote import RemoteStatus
     from sglang_moe_autotune.shapes import ConfigPair, MoeShape
@@ -58,7 +59,7 @@ def summary(value: ShapeSummary) -> Json:
     return {
         "shape": shape(value.shape),
         "origin": value.origin,
-        "M": {"faster": value.faster, "baseline": value.baseline, "untuned": value.untuned},
+        "M": {"faster": value.faster, "baseline": value.baseline, "untuned": value.untuned, "given": value.given},
         "best_gain": value.best_gain,
         "mean_gain": value.mean_gain,
     }
@@ -107,6 +108,21 @@ def explanation(owner: MoeShape, M: int, steps: tuple[Step, ...], configs: Path 
     answers = next((step for step in found if step["standing"] == "answers"), None)
     read = None if configs is None else str(configs)
     return {"shape": shape(owner), "M": M, "configs_folder": read, "answer": answers, "steps": found}
+
+
+def report(value: PageFigures) -> Json:
+    """The figures behind the plots of a report."""
+    shapes = [
+        {
+            **summary(one.summary),
+            "rows": [{"M": r.M, "verdict": r.verdict, **msgspec.to_builtins(r.evidence)} for r in one.measured],
+            "configs": [{"pair": pair(chosen), "M": ms} for chosen, ms in one.configs],
+            "gpu_s": one.gpu_s,
+        }
+        for one in value.shapes
+    ]
+    history = [{"unix_s": at, "rows": rows, "gpu_s": gpu_s} for at, rows, gpu_s in value.history]
+    return {"title": value.title, "kernel_hash": value.kernel_hash, "shapes": shapes, "history": history}
 
 
 def change(value: Change) -> Json:

@@ -14,9 +14,10 @@ import os
 import sys
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from sglang_moe_autotune import server_info
 from sglang_moe_autotune.lookup import CallKey
 from sglang_moe_autotune.settings import Settings
-from sglang_moe_autotune.targets import BATCH, IDLE, LOAD, LOOKUP, TARGETS, HookTarget
+from sglang_moe_autotune.targets import BATCH, IDLE, LOAD, LOOKUP, SERVER_INFO, TARGETS, HookTarget
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -53,6 +54,7 @@ _FENCES = {
     IDLE.name: Fence("idle", "nothing is tuned any more, learned rows stay in use"),
     BATCH.name: Fence("batch", "served sizes are no longer counted"),
     LOAD.name: Fence("load", "nothing stored is used and nothing is tuned"),
+    SERVER_INFO.name: Fence("server info", "/server_info does not show it any more"),
 }
 
 
@@ -84,6 +86,8 @@ def register() -> None:
     HookRegistry.register(IDLE.path, on_idle, HookType.AROUND)
     HookRegistry.register(BATCH.path, on_batch, HookType.BEFORE)
     HookRegistry.register(LOAD.path, on_load, HookType.AFTER)
+    if _why_unusable(SERVER_INFO) is None:
+        HookRegistry.register(SERVER_INFO.path, on_server_info, HookType.AFTER)
 
 
 def serving() -> Serving:
@@ -153,6 +157,12 @@ def on_load(_result: Any, model_runner: Any, *_args: Any, **_kwargs: Any) -> Non
     """AFTER ``ModelRunner.load_model``: the weights are there and no graph is captured yet."""
     if _serving is not None:
         _FENCES[LOAD.name].call(_serving.loaded, model_runner)
+
+
+def on_server_info(result: Any, _scheduler: Any, *_args: Any, **_kwargs: Any) -> None:
+    """AFTER ``Scheduler.get_internal_state``: our part of ``/server_info``."""
+    if _serving is not None:
+        _FENCES[SERVER_INFO.name].call(server_info.add, result, _serving)
 
 
 _HOOKS: dict[HookTarget, Callable[..., Any]] = {LOOKUP: on_lookup, IDLE: on_idle, BATCH: on_batch, LOAD: on_load}

@@ -12,7 +12,7 @@ import msgspec
 from sglang_moe_autotune.shapes import ConfigPair, MoeShape
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Collection
 
 Verdict = Literal["faster", "baseline"]
 """``faster``: the pair was measured faster than the baseline and is served. ``baseline``: the search
@@ -36,7 +36,7 @@ class Environment(msgspec.Struct, frozen=True):
     kernel_hash: str
 
 
-class Evidence(msgspec.Struct, frozen=True):
+class Evidence(msgspec.Struct, frozen=True, gc=False):
     """Why a record says what it says. Gains are 1 - chosen/baseline over up + down, as fractions."""
 
     baseline_us: float
@@ -53,7 +53,7 @@ class Evidence(msgspec.Struct, frozen=True):
     tolerance: float | None = None
 
 
-class Record(msgspec.Struct, frozen=True):
+class Record(msgspec.Struct, frozen=True, gc=False):
     """The outcome for one (shape, M)."""
 
     shape: MoeShape
@@ -126,14 +126,20 @@ def with_changes(contents: Contents, record: Record | None = None, note: ShapeNo
 
     A record made now comes after every decision known now, so it competes with what was decided by its evidence.
     """
-    records = {}
+    news = Contents(contents.environment, notes={} if note is None else {note.shape: note})
     if record is not None:
+        news = merge(news, lifted(contents, [record]))
+    return merge(contents, news)
+
+
+def lifted(contents: Contents, made_now: Collection[Record]) -> Contents:
+    """Only these records, raised to the generation that the contents know."""
+    records = {}
+    for record in made_now:
         key = (record.shape, record.M)
-        if record.generation < (known := generation(contents, key)):
-            record = msgspec.structs.replace(record, generation=known)
-        records[key] = record
-    one = Contents(contents.environment, records, {} if note is None else {note.shape: note})
-    return merge(contents, one)
+        known = generation(contents, key)
+        records[key] = record if record.generation >= known else msgspec.structs.replace(record, generation=known)
+    return Contents(contents.environment, records)
 
 
 def generation(contents: Contents, key: Key) -> int:
@@ -212,6 +218,31 @@ def merge(a: Contents, b: Contents, breathe: Callable[[], None] = no_breath) -> 
     for shape, note in b.notes.items():
         add_note(merged, note, b.note_text.get(shape, {}))
     return merged
+
+
+def beyond(contents: Contents, known: Contents) -> Contents | None:
+    """What the contents hold that ``known``, from which they grew by merges, does not; None for nothing."""
+    texts = contents.record_text
+    records = {
+        key: record
+        for key, record in contents.records.items()
+        if record is not (old := known.records.get(key))
+        and (record != old or texts.get(key) != known.record_text.get(key))
+    }
+    notes = {shape: note for shape, note in contents.notes.items() if note != known.notes.get(shape)}
+    notes.update({shape: contents.notes[shape] for shape in contents.note_text if shape not in known.note_text})
+    news = Contents(
+        contents.environment,
+        records,
+        notes,
+        {key: floor for key, floor in contents.forgotten.items() if floor != known.forgotten.get(key)},
+        tuple(u for u in contents.unread if u not in known.unread),
+        {key: texts[key] for key in records if key in texts},
+        {shape: contents.note_text[shape] for shape in notes if shape in contents.note_text},
+        contents.document_text if contents.document_text != known.document_text else {},
+        contents.environment_text,
+    )
+    return news if news != Contents(contents.environment, environment_text=known.environment_text) else None
 
 
 def add_record(contents: Contents, record: Record, text: bytes | None) -> None:

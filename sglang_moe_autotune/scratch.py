@@ -74,6 +74,17 @@ class Scratch:
         self._ids: dict[str, torch.Tensor] = {}
         self._aligned: dict[tuple[str, int], tuple[torch.Tensor, ...]] = {}
 
+    def close(self) -> None:
+        """Give the memory back. Nobody else may hold a tensor of it any more.
+
+        The tensors go before the pool: a pool that ends first leaves its memory cached for nobody.
+        """
+        self._a.clear()
+        self._ids.clear()
+        self._aligned.clear()
+        del self.output, self.reference, self._weights
+        self._pool = None
+
     def fill(self, routings: tuple[str, ...]) -> Iterator[None]:
         """Random activations and the named routings, one at a step; ``uniform-2`` is another draw of ``uniform``."""
         self._weights.uniform_(generator=self._generator)

@@ -89,6 +89,13 @@ def find(files: list[Opened], name: str) -> tuple[Opened, tuple[MoeShape, ...]]:
     return holder, tuple(shape for shape in shapes if shape in holder.shapes)
 
 
+def single(shapes: tuple[MoeShape, ...]) -> MoeShape:
+    """The one shape of a name; a usage error for exotic ones that share it."""
+    if len(shapes) > 1:
+        raise click.UsageError(f"{len(shapes)} stored shapes are called {shapes[0].slug}: use --json on `show`")
+    return shapes[0]
+
+
 def _listed(files: list[Opened]) -> str:
     return "; ".join(f"{file.title} ({file.path.name})" for file in files)
 

@@ -9,7 +9,7 @@ import os
 import time
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from sglang_moe_autotune import __version__, live, releases
+from sglang_moe_autotune import __version__, live, metrics, releases
 from sglang_moe_autotune.budget import Budget
 from sglang_moe_autotune.heat import Heat
 from sglang_moe_autotune.layers import LiveLayer, find_layers
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from sglang_moe_autotune.bench import BenchmarkProvider
+    from sglang_moe_autotune.metrics import Metrics
     from sglang_moe_autotune.status import State
 
 logger = logging.getLogger("sglang.moe_autotune")
@@ -71,6 +72,7 @@ class Serving:
         self.since_unix_s = time.time()
         self.idle_s = 0.0
         self.slices = 0
+        self.metrics: Metrics | None = None
         self.budget = Budget(settings.budget_s)
         self._never = ""
         self._attached = False
@@ -134,10 +136,13 @@ class Serving:
         if not self.budget.left(now):
             self._stand_aside(f"this hour's {self.settings.budget_s:g} GPU seconds are spent")
             return False
-        before_s = self.tuner.gpu_s
+        before_s, began_s = self.tuner.gpu_s, time.perf_counter()
         with self.compiles.tuning():
             result = self.tuner.step(deep_idle=quiet_s >= self.settings.deep_idle_s)
-        self.slices += self.tuner.gpu_s > before_s
+        if self.tuner.gpu_s > before_s:
+            self.slices += 1
+            if self.metrics is not None:
+                self.metrics.slices_s.append(time.perf_counter() - began_s)
         self.budget.spent_until(self.tuner.gpu_s)
         self.state, self.reason = _STATES[result], ""
         return result == "worked"
@@ -162,7 +167,8 @@ class Serving:
             limit = device.environment.shared_memory_bytes
             self.tuner = Tuner(device.provider, self._learned, prior, options, shared_memory_bytes=limit)
             for record in self.store.contents.records.values():
-                self.tuner.learn(record)
+                if record.source in ("pinned", "imported", device.source):  # what a recording taught is of no use here
+                    self.tuner.learn(record)
         live.start(self)
 
     def _open_device(self) -> Device:
@@ -184,6 +190,7 @@ class Serving:
             self.state, self.reason = "off", self._never
             logger.info("MoE autotune tunes nothing in this server: %s.", self._never)
         self._captured = releases.captured_sizes(scheduler)
+        self.metrics = metrics.of(scheduler)
 
     def _log_start(self) -> None:
         missing = [path for path, there in self.hooks().items() if not there]
@@ -215,13 +222,22 @@ class Serving:
         return not self._layers or bool(self._layers_of(shape))
 
     def _may_serve(self, record: Record) -> bool:
-        """Does the record still hold here? Its baseline must be what SGLang would use today, or its gain says
-        nothing; and a file that SGLang ships for this Triton wins unless the user says otherwise."""
-        if not self._tunable(record.shape):
-            return False
+        """Does the record still hold here? A legal pin always does. A learned row needs SGLang's answer of today as
+        its baseline, or its gain says nothing; and a file that SGLang ships for this Triton wins over it unless
+        the user says otherwise. Imported rows are candidates, and replayed ones are of a recording."""
         if any(illegal(config, record.shape) for config in (record.pair.up, record.pair.down)):
             return False
-        return record.source == "pinned" or read_answer(releases.ask_stock(record.shape, record.M)) == record.baseline
+        if record.source == "pinned":
+            return True
+        assert self.device is not None  # noqa: S101 - start sets it first
+        if record.source != self.device.source or not self._tunable(record.shape):
+            return False
+        return read_answer(releases.ask_stock(record.shape, record.M)) == record.baseline
+
+    @property
+    def shapes(self) -> tuple[MoeShape, ...]:
+        """The shapes that lookups of this process have asked for, or that have a learned row here."""
+        return tuple(self._origins)
 
     def origin(self, shape: MoeShape) -> Origin:
         """Where SGLang's answer comes from; the folder is read once a shape."""

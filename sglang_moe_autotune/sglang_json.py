@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import itertools
 import json
-from typing import TYPE_CHECKING
+import re
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
 from sglang_moe_autotune.shapes import ConfigPair, KernelConfig
+from sglang_moe_autotune.summary import GIVEN
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -37,6 +39,38 @@ def file_name(shape: MoeShape, device_name: str, *, down: bool = False) -> str:
     if shape.per_channel_quant:
         name += ",per_channel_quant=True"
     return name + ("_down.json" if down else ".json")
+
+
+class FileName(NamedTuple):
+    """What a config file's name says, whether SGLang or vLLM wrote it."""
+
+    E: int
+    N: int
+    device_name: str
+    """with underscores where the GPU's name has blanks"""
+    dtype: str | None
+    block_shape: tuple[int, int] | None
+    per_channel_quant: bool
+    down: bool
+
+
+_NAME = re.compile(
+    r"E=(?P<E>[1-9]\d{0,8}),N=(?P<N>[1-9]\d{0,8}),device_name=(?P<device>[^,/]+?)(?:,dtype=(?P<dtype>\w+?))?"
+    r"(?:,block_shape=\[(?P<n>\d{1,6}), ?(?P<k>\d{1,6})\])?(?P<channel>,per_channel_quant=True)?"
+    r"(?P<down>_down)?\.json",
+    re.ASCII,
+)
+
+
+def parse_name(name: str) -> FileName | None:
+    """The name read back, None for one that is no config file's. vLLM writes no blank in the block shape."""
+    if (match := _NAME.fullmatch(name)) is None:
+        return None
+    block = None if match["n"] is None else (int(match["n"]), int(match["k"]))
+    sizes = int(match["E"]), int(match["N"])
+    return FileName(
+        *sizes, match["device"], match["dtype"], block, match["channel"] is not None, match["down"] is not None
+    )
 
 
 def folder_name(triton_version: str) -> str:
@@ -117,7 +151,7 @@ def is_learned(record: Record) -> bool:
 def _seen(records: Iterable[Record], note: ShapeNote | None) -> dict[int, ConfigPair]:
     """SGLang's own answers by M. It forces the down GEMM to the up GEMM's BLOCK_SIZE_M, and so does this."""
     # The baseline of a row that nobody measured is a stand-in for an answer that nobody asked for.
-    seen = {r.M: r.baseline for r in records if r.source in {"learned", "replayed"}}
+    seen = {r.M: r.baseline for r in records if r.source not in GIVEN}
     seen |= {} if note is None else note.baselines
     return {
         m: ConfigPair(p.up, msgspec.structs.replace(p.down, BLOCK_SIZE_M=p.up.BLOCK_SIZE_M))

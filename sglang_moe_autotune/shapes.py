@@ -41,7 +41,7 @@ class KernelConfig(msgspec.Struct, frozen=True, order=True):
                 raise ValueError(f"a kernel config needs {key}, and this one has only {sorted(config)}")
         for key, value in config.items():
             if not isinstance(value, int):
-                raise ValueError(f"{key} must be a whole number, not {value!r}")
+                raise ValueError(f"{key} must be a whole number, not {value!r}")  # noqa: TRY004 - it is data
         known = (*_TILE_KEYS, *_OPTION_KEYS)
         extra = tuple(sorted((k, v) for k, v in config.items() if k not in known))
         values: dict[str, Any] = {k: config.get(k) for k in known}

@@ -15,12 +15,12 @@ import msgspec
 
 from sglang_moe_autotune.document import Unreadable
 from sglang_moe_autotune.errors import StoreError
-from sglang_moe_autotune.record_file import RecordFile
-from sglang_moe_autotune.records import Contents, Environment, Record, ShapeNote, merge, with_changes
+from sglang_moe_autotune.record_file import RecordFile, missing, unreadable
+from sglang_moe_autotune.records import Contents, Environment, Key, Record, ShapeNote, merge, with_changes
 from sglang_moe_autotune.validity import problem
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Collection
     from pathlib import Path
 
 logger = logging.getLogger(__name__)
@@ -40,9 +40,11 @@ class Store:
         """Use ``open``, which reads the file too."""
         self.path = None if root is None else root / file_name(environment)
         self.state: State = "read-only" if read_only else "memory" if root is None else "disk"
-        self._file = None if self.path is None else RecordFile(self.path, _Breath())
+        self._breath = _Breath()
+        self._file = None if self.path is None else RecordFile(self.path, self._breath)
         self._contents = Contents(environment)
         self._warned: set[str] = set()
+        self._fresh: dict[Key, Record] = {}  # records made here that are not known to be on disk
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
         self._asked = False
@@ -61,17 +63,17 @@ class Store:
                 store._warn("memory", "No folder for records (%s): they live in memory; %s", "no home", _CURE)
             return store
         try:
-            snapshot = store._file.read()
+            contents = store._file.read()
         except (OSError, ValueError) as error:
             store._no_disk(error)
             return store
-        contents = None if snapshot is None else snapshot.contents
         if isinstance(contents, Unreadable) and contents.state == "newer":
             store._leave_alone(contents.reason)
         elif isinstance(contents, Contents) and contents.environment == environment:
             store._contents = contents
         elif contents is not None:
             store._change()  # the writer sets the broken file aside
+        store._breath.needed = True
         atexit.register(_flush_at_exit, weakref.ref(store))
         return store
 
@@ -112,6 +114,8 @@ class Store:
             self._contents = with_changes(self._contents, record, note)
             self._wanted += 1
             if self._writes():
+                if record is not None:
+                    self._fresh[record.shape, record.M] = record
                 self._ask()
 
     def _writes(self) -> bool:
@@ -131,20 +135,21 @@ class Store:
                 if not self._asked:
                     return
                 self._asked, self._busy = False, True
-                goal, ours = self._wanted, self._contents
-            kept = self._write(ours)
+                goal, ours, fresh = self._wanted, self._contents, dict(self._fresh)
+            kept = self._write(ours, fresh.values())
             with self._changed:
                 self._busy = False
                 self._tried += 1
                 if kept:
                     self._kept = max(self._kept, goal)
+                    self._fresh = {key: r for key, r in self._fresh.items() if r is not fresh.get(key)}
                 self._changed.notify_all()
 
-    def _write(self, ours: Contents) -> bool:
+    def _write(self, ours: Contents, fresh: Collection[Record]) -> bool:
         if self._file is None:
             return False
         try:
-            update = self._file.update(ours)
+            update = self._file.update(ours, fresh)
         except (OSError, ValueError) as error:
             self._no_disk(error)
             return False
@@ -163,7 +168,7 @@ class Store:
         """Take in what others wrote. The merge runs outside the lock, which ``submit`` must not wait for."""
         while True:
             seen = self._contents
-            merged = merge(seen, others, _Breath())
+            merged = merge(seen, others, self._breath)
             with self._changed:
                 if self._contents is seen:
                     self._contents = merged
@@ -194,11 +199,13 @@ class _Breath:
     """Lets other threads run every 0.2 ms: a waiting thread gets the interpreter after 5 ms otherwise, and
     the thread that waits is the one that serves requests."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, needed: bool = False) -> None:
+        self.needed = needed
+        """not while a store is opened: nobody is served before that"""
         self._last_s = time.perf_counter()
 
     def __call__(self) -> None:
-        if time.perf_counter() - self._last_s > 200e-6:
+        if self.needed and time.perf_counter() - self._last_s > 200e-6:
             time.sleep(50e-6)
             self._last_s = time.perf_counter()
 
@@ -231,14 +238,13 @@ def environments(root: Path) -> list[StoredEnvironment]:
     except FileNotFoundError:
         return []
     except OSError as error:
-        raise StoreError(
-            f"{root} cannot be listed ({error}): name the folder of a store with --dir"
-        ) from error
+        raise StoreError(f"{root} cannot be listed ({error}): name the folder of a store with --dir") from error
     return [_listed(root / name, names) for name in names if name.endswith(".json") and name[0] != "."]
 
 
 def _listed(path: Path, names: list[str]) -> StoredEnvironment:
     broken = tuple(f"{name} was set aside" for name in names if name.startswith(f"{path.name}.broken-"))
+    broken += tuple(f"{path.name}.d/{name} cannot be read" for name in RecordFile(path).spares.broken())
     try:
         contents = read(path)
     except StoreError as error:
@@ -252,30 +258,24 @@ def _listed(path: Path, names: list[str]) -> StoredEnvironment:
 def read(path: Path) -> Contents:
     """The contents of one file. Raises StoreError where it is missing, broken or newer than this version."""
     try:
-        snapshot = RecordFile(path).read()
+        contents = RecordFile(path).read()
     except (OSError, ValueError) as error:
         raise StoreError(f"{path} cannot be read: {error}") from error
-    if snapshot is None:
-        raise StoreError(f"{path} does not exist: `sglang-moe-autotune list` shows the files of the store")
-    if isinstance(snapshot.contents, Unreadable):
-        raise StoreError(f"{path} is {snapshot.contents.state}: {snapshot.contents.reason}")
-    return snapshot.contents
+    if contents is None:
+        raise missing(path)
+    if isinstance(contents, Unreadable):
+        raise unreadable(path, contents)
+    return contents
 
 
 def change(path: Path, function: Callable[[Contents], Contents], new: Environment | None = None) -> Contents:
     """Apply a decision of the user to one file: lock, re-read, apply, write. Returns what the file holds now.
 
-    ``function`` is pure, gets what is stored (nothing, where there is no file and ``new`` says of which
-    environment it will be) and may be called again where another process came between. Raises StoreError where
-    the file is missing, broken, newer than this version or cannot be written, or the result makes no sense.
+    ``function`` is pure and gets what is stored (nothing, where there is no file and ``new`` says of which
+    environment it is to be); what it drops without ``records.forget`` stays. Raises StoreError where the file is
+    missing, broken, newer than this version or cannot be written, or the result makes no sense.
     """
-    snapshot_contents = Contents(new) if new is not None and not path.exists() else read(path)
-    changed = function(snapshot_contents)
-    values = (*changed.records.values(), *changed.notes.values())
-    if reason := next(filter(None, map(problem, values)), None):
-        raise StoreError(f"{path} is left as it is: {reason}")
     try:
-        update = RecordFile(path).update(changed)
+        return RecordFile(path).change(function, new)
     except (OSError, ValueError) as error:
         raise StoreError(f"{path} cannot be written ({error}): {_CURE}") from error
-    return update.contents

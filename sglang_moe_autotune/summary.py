@@ -7,15 +7,20 @@ from __future__ import annotations
 
 import difflib
 import math
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from sglang_moe_autotune.errors import ShapeNotFoundError
+from sglang_moe_autotune.records import Source
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from sglang_moe_autotune.records import Environment, Record, ShapeNote
     from sglang_moe_autotune.shapes import ConfigPair, MoeShape
+
+
+GIVEN: Final = frozenset[Source]({"pinned", "imported"})
+"""Sources of records that no search here has measured."""
 
 
 class ShapeSummary(NamedTuple):
@@ -30,6 +35,8 @@ class ShapeSummary(NamedTuple):
     best_gain: float | None
     mean_gain: float | None
     """1 - geometric mean of chosen/baseline"""
+    given: tuple[int, ...] = ()
+    """pinned or imported, not measured by a search here"""
 
 
 class Row(NamedTuple):
@@ -59,10 +66,9 @@ def rows(
     mine = {m: record for (owner, m), record in records.items() if owner == shape}
     baselines = note.baselines if note else {}
     served = note.served if note else {}
-    return tuple(
-        Row(m, mine[m].baseline if m in mine else baselines.get(m), mine.get(m), served.get(m, 0))
-        for m in sorted({*mine, *baselines, *served})
-    )
+    # The baseline of a record that nobody measured is a stand-in.
+    known = baselines | {m: record.baseline for m, record in mine.items() if record.source not in GIVEN}
+    return tuple(Row(m, known.get(m), mine.get(m), served.get(m, 0)) for m in sorted({*mine, *known, *served}))
 
 
 def summarise(
@@ -77,16 +83,19 @@ def summarise(
     for shape, mine in by_shape.items():
         note = notes.get(shape)
         known = rows(shape, mine, note)
-        gains = [r.record.evidence.gain for r in known if r.record and r.record.verdict == "faster"]
+        measured = [r.record for r in known if r.record and r.record.source not in GIVEN]
+        faster = [record for record in measured if record.verdict == "faster"]
+        gains = [record.evidence.gain for record in faster]
         summaries.append(
             ShapeSummary(
                 shape,
                 note.origin if note else "miss",
-                tuple(r.M for r in known if r.record and r.record.verdict == "faster"),
-                tuple(r.M for r in known if r.record and r.record.verdict == "baseline"),
+                tuple(record.M for record in faster),
+                tuple(record.M for record in measured if record.verdict == "baseline"),
                 tuple(r.M for r in known if r.record is None and r.served),
                 max(gains, default=None),
                 mean_gain(gains),
+                tuple(r.M for r in known if r.record and r.record.source in GIVEN),
             )
         )
     return tuple(sorted(summaries, key=lambda s: (s.shape.E, s.shape.N, s.shape.K, repr(s.shape))))

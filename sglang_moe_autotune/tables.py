@@ -5,13 +5,15 @@ A line fits 80 columns or is folded; nothing is cut off, so a pipe gets all of i
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from sglang_moe_autotune.summary import title
+from sglang_moe_autotune.status import differences
+from sglang_moe_autotune.summary import GIVEN, title
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -19,7 +21,11 @@ if TYPE_CHECKING:
 
     from rich.console import RenderableType
 
+    from sglang_moe_autotune.changes import Change
     from sglang_moe_autotune.doctor import Check
+    from sglang_moe_autotune.explain import Step
+    from sglang_moe_autotune.records import Record
+    from sglang_moe_autotune.remote import RemoteStatus
     from sglang_moe_autotune.shapes import ConfigPair
     from sglang_moe_autotune.status import LiveStatus, Server, Servers
     from sglang_moe_autotune.store import StoredEnvironment
@@ -35,8 +41,13 @@ _STYLES = {
     "silent": "yellow",
     "gone": "dim",
     "faster": "green",
+    "answers": "green",
+    "behind": "dim",
+    "no": "dim",
 }
 _NEXT = 3
+_LISTED = 40
+"""rows of a change that are shown"""
 
 
 def _table(*columns: str, right: Sequence[str] = ()) -> Table:
@@ -124,6 +135,13 @@ def status(
     for entry in shown:
         yield ""
         yield from server(entry, now_unix_s)
+    apart = differences(found.servers)
+    if apart:
+        yield ""
+        yield Text("These servers share the store and differ:", style="yellow")
+        for difference in apart:
+            values = "; ".join(f"{who}: {value}" for who, value in difference.values)
+            yield Padding(Text(f"{difference.field}: {values}"), (0, 0, 0, 2), expand=False)
     yield ""
     if not shown:
         yield "No server writes here now."
@@ -145,11 +163,14 @@ def status(
 
 
 def shapes(summaries: Iterable[ShapeSummary]) -> Table:
-    """A line a shape: counts of M by outcome, best and mean gain."""
-    numbers = ("faster", "baseline", "untuned", "best", "mean")
+    """A line a shape: counts of M by outcome, best and mean gain; pinned and imported ones where there are any."""
+    summaries = list(summaries)
+    given = any(s.given for s in summaries)
+    numbers = ("faster", "baseline", "untuned", *(["given"] if given else []), "best", "mean")
     table = _table("shape", *numbers, right=numbers)
     for s in summaries:
-        counts = (str(len(ms)) for ms in (s.faster, s.baseline, s.untuned))
+        kinds = (s.faster, s.baseline, s.untuned, *([s.given] if given else []))
+        counts = (str(len(ms)) for ms in kinds)
         table.add_row(s.shape.slug, *counts, percent(s.best_gain), percent(s.mean_gain))
     return table
 
@@ -161,6 +182,10 @@ def shape_rows(rows: Iterable[Row]) -> Table:
         if row.record is None:
             verdict = "untuned" if row.served else "not served"
             table.add_row(str(row.M), _words(verdict), *_pair(row.baseline))
+            continue
+        if row.record.source in GIVEN:
+            table.add_row(str(row.M), row.record.source, *_pair(row.baseline))
+            table.add_row("", "", *_pair(row.record.pair))
             continue
         verdict, e = row.record.verdict, row.record.evidence
         baseline_us, chosen_us = f"{e.baseline_us:.1f}", f"{e.chosen_us:.1f}"
@@ -186,6 +211,67 @@ def checks(rows: Iterable[Check]) -> Table:
         if row.cure:
             table.add_row("", "", Text(f"-> {row.cure}", style="italic"))
     return table
+
+
+def explanation(steps: Sequence[Step]) -> Iterator[RenderableType]:
+    """Every source in its order, with the pair below those that have one, and the answer in a sentence."""
+    table = _table("", "source", "says")
+    for step in steps:
+        table.add_row(_words(step.standing), step.source, step.says)
+        if step.pair is not None:
+            table.add_row("", "", Text(f"-> {step.pair}", style="italic"))
+    yield table
+    answers = next((step for step in steps if step.standing == "answers"), None)
+    if answers is None:
+        yield "SGLang's own heuristic answers; no server has recorded what it says here."
+    else:
+        yield f"Answer: {answers.source}" + (f", {answers.pair}" if answers.pair is not None else "")
+
+
+def changes(name: str, changed: Sequence[Change]) -> Iterator[RenderableType]:
+    """A line for each shape and kind of change, and one for each row where few are touched."""
+    if not changed:
+        yield f"{name}: nothing changes."
+        return
+    counts = Counter(change.kind for change in changed)
+    yield f"{name}: " + ", ".join(f"{count} {kind}" for kind, count in sorted(counts.items()))
+    table = _table("shape", "M", "", "was", "is", right=("M",))
+    for change in changed[:_LISTED]:
+        table.add_row(change.shape.slug, str(change.M), change.kind, _short(change.before), _short(change.after))
+    yield table
+    if len(changed) > _LISTED:
+        yield f"and {len(changed) - _LISTED} more (--json shows all)"
+
+
+def _short(record: Record | None) -> str:
+    if record is None:
+        return "-"
+    if record.source in GIVEN:
+        return record.source
+    return f"{percent(record.evidence.gain)} faster" if record.verdict == "faster" else "baseline"
+
+
+def remote(answer: RemoteStatus) -> Iterator[RenderableType]:
+    """What a server says over HTTP: a line a rank group, and one for each thing that it counts."""
+    yield f"{answer.url}: SGLang {answer.sglang or '(no version)'}"
+    for number, group in enumerate(answer.groups):
+        if group is None:
+            continue
+        yield Padding(Text(f"rank group {number}", style="green"), (0, 0, 0, 2), expand=False)
+        for key, value in group.items():
+            nested = value.items() if isinstance(value, dict) else [("", value)]
+            for name, what in ((f"{key} {name}".rstrip(), what) for name, what in nested):
+                yield Padding(Text(f"{name}: {_plain(what)}"), (0, 0, 0, 4), expand=False)
+    if not answer.active:
+        yield "  it has no moe_autotune: the plugin is not active there, or older than this shell"
+
+
+def _plain(value: object) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{key} {_plain(inner)}" for key, inner in value.items())
+    if isinstance(value, list):
+        return ", ".join(map(_plain, value)) or "none"
+    return f"{value:g}" if isinstance(value, float) else "none" if value is None else str(value)
 
 
 def simulation(result: Mapping[str, Any]) -> Iterator[RenderableType]:

@@ -5,13 +5,14 @@ A file can be edited, copied from elsewhere or written by another version, and w
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from typing import TYPE_CHECKING
 
 import msgspec
 
-from sglang_moe_autotune.records import Environment, Forgotten, Record, ShapeNote
+from sglang_moe_autotune.records import Environment, Evidence, Forgotten, Record, ShapeNote
 from sglang_moe_autotune.shapes import KernelConfig
 
 if TYPE_CHECKING:
@@ -24,22 +25,20 @@ _MAX_COUNT = (1 << 53) - 1
 _MAX_M = 1 << 24
 _WORD = re.compile(r"[A-Za-z0-9_.+:=-]{1,64}")
 _FIELDS = frozenset(KernelConfig.__struct_fields__)
-_LAUNCH_OPTIONS = frozenset(
-    {"waves_per_eu", "matrix_instr_nonkdim", "kpack", "num_ctas", "maxnreg", "USE_TMA"}
-)
+_LAUNCH_OPTIONS = frozenset({"waves_per_eu", "matrix_instr_nonkdim", "kpack", "num_ctas", "maxnreg", "USE_TMA"})
 
 
 def problem(value: Environment | Record | ShapeNote | Forgotten) -> str | None:
     """Why a value must not be served or written, or None."""
     if isinstance(value, Environment):
         return next(_environment_problems(value), None)
-    if reason := next(_shape_problems(value.shape), None):
+    if reason := _shape_problem(value.shape):
         return f"shape: {reason}"
     if isinstance(value, ShapeNote):
         return next(_note_problems(value), None)
-    return next(_place_problems(value), None) or (
-        next(_record_problems(value), None) if isinstance(value, Record) else None
-    )
+    if not (1 <= value.M <= _MAX_M and 0 <= value.generation <= _MAX_INT):
+        return f"M must be 1 to {_MAX_M}, generation 0 to {_MAX_INT}, not {value.M} and {value.generation}"
+    return _record_problem(value) if isinstance(value, Record) else None
 
 
 def _environment_problems(environment: Environment) -> Iterator[str]:
@@ -49,6 +48,12 @@ def _environment_problems(environment: Environment) -> Iterator[str]:
         for number in value if isinstance(value, tuple) else (value,):
             if isinstance(number, int) and not 0 <= number <= _MAX_COUNT:
                 yield f"{name} must be 0 to {_MAX_COUNT}, not {number}"
+
+
+@functools.lru_cache(maxsize=4096)
+def _shape_problem(shape: MoeShape) -> str | None:
+    """Kept: a store holds the same few hundred shapes and pairs in all its records."""
+    return next(_shape_problems(shape), None)
 
 
 def _shape_problems(shape: MoeShape) -> Iterator[str]:
@@ -63,26 +68,57 @@ def _shape_problems(shape: MoeShape) -> Iterator[str]:
         yield f"dtype and variant must be short words, not {str(words)[:80]}"
 
 
-def _place_problems(value: Record | Forgotten) -> Iterator[str]:
-    if not 1 <= value.M <= _MAX_M:
-        yield f"M must be 1 to {_MAX_M}, not {value.M}"
-    if not 0 <= value.generation <= _MAX_INT:
-        yield f"generation must be 0 to {_MAX_INT}, not {value.generation}"
+def shape_is_sound(shape: MoeShape) -> bool:
+    return _shape_problem(shape) is None
 
 
-def _record_problems(record: Record) -> Iterator[str]:
-    baseline_keys = {key for config in (record.baseline.up, record.baseline.down) for key, _ in config.extra}
-    yield from _pair_problems("pair", record.pair, _LAUNCH_OPTIONS | baseline_keys)
-    yield from _pair_problems("baseline", record.baseline, None)
-    for name, value in msgspec.structs.asdict(record.evidence).items():
+def pair_is_sound(pair: ConfigPair, *, served: bool) -> bool:
+    """``served``: its extra keys must be known launch options. False does not yet mean that it has a problem."""
+    return _nameless_pair_problem(pair, _LAUNCH_OPTIONS if served else None) is None
+
+
+def figures_are_sound(row: Record) -> bool:
+    """Quickly, whether a record whose shape and pairs are sound has no problem: a store has 10,000 to check."""
+    e = row.evidence
+    return (
+        1 <= row.M <= _MAX_M
+        and 0 <= row.generation <= _MAX_INT
+        and 0 <= e.baseline_us <= _MAX_COUNT
+        and 0 <= e.chosen_us <= _MAX_COUNT
+        and -_MAX_COUNT <= e.gain <= _MAX_COUNT
+        and -_MAX_COUNT <= e.gain_low <= _MAX_COUNT
+        and -_MAX_COUNT <= e.gain_high <= _MAX_COUNT
+        and 0 <= e.samples <= _MAX_COUNT
+        and 0 <= e.measured <= _MAX_COUNT
+        and 0 <= e.gpu_s <= _MAX_COUNT
+        and (e.max_error is None or 0 <= e.max_error <= _MAX_COUNT)
+        and (e.tolerance is None or 0 <= e.tolerance <= _MAX_COUNT)
+        and 0 <= row.unix_s <= _MAX_COUNT
+        and len(row.sglang) <= 256 >= len(row.driver)
+    )
+
+
+def _record_problem(record: Record) -> str | None:
+    if reason := _pair_problem("baseline", record.baseline, None):
+        return reason
+    keys = {key for config in (record.baseline.up, record.baseline.down) for key, _ in config.extra}
+    if reason := _pair_problem("pair", record.pair, _LAUNCH_OPTIONS | keys):
+        return reason
+    if reason := next(_evidence_problems(record.evidence), None):
+        return reason
+    if not 0 <= record.unix_s <= _MAX_COUNT:
+        return f"unix_s must be 0 to {_MAX_COUNT}, not {record.unix_s}"
+    if max(len(record.sglang), len(record.driver)) > 256:
+        return "sglang and driver must have at most 256 characters"
+    return None
+
+
+def _evidence_problems(evidence: Evidence) -> Iterator[str]:
+    for name, value in msgspec.structs.asdict(evidence).items():
         if value is not None and not (math.isfinite(value) and -_MAX_COUNT <= value <= _MAX_COUNT):
             yield f"evidence.{name} must be a finite number, not {value}"
         if value is not None and value < 0 and not name.startswith("gain"):
             yield f"evidence.{name} must not be negative, but is {value}"
-    if not 0 <= record.unix_s <= _MAX_COUNT:
-        yield f"unix_s must be 0 to {_MAX_COUNT}, not {record.unix_s}"
-    if max(len(record.sglang), len(record.driver)) > 256:
-        yield "sglang and driver must have at most 256 characters"
 
 
 def _note_problems(note: ShapeNote) -> Iterator[str]:
@@ -93,16 +129,27 @@ def _note_problems(note: ShapeNote) -> Iterator[str]:
         if not 0 <= count <= _MAX_COUNT:
             yield f"served[{m}] must be 0 to {_MAX_COUNT}, not {count}"
     for m, pair in note.baselines.items():
-        yield from _pair_problems(f"baselines[{m}]", pair, None)
+        if reason := _pair_problem(f"baselines[{m}]", pair, None):
+            yield reason
 
 
-def _pair_problems(name: str, pair: ConfigPair, options: frozenset[str] | None) -> Iterator[str]:
+def _pair_problem(name: str, pair: ConfigPair, options: frozenset[str] | None) -> str | None:
+    reason = _nameless_pair_problem(pair, options)
+    return None if reason is None else f"{name}{reason}"
+
+
+@functools.lru_cache(maxsize=4096)
+def _nameless_pair_problem(pair: ConfigPair, options: frozenset[str] | None) -> str | None:
+    return next(_pair_problems(pair, options), None)
+
+
+def _pair_problems(pair: ConfigPair, options: frozenset[str] | None) -> Iterator[str]:
     for gemm, config in (("up", pair.up), ("down", pair.down)):
         for reason in _config_problems(config, options):
-            yield f"{name}.{gemm}: {reason}"
+            yield f".{gemm}: {reason}"
     if pair.up.BLOCK_SIZE_M != pair.down.BLOCK_SIZE_M:
         sizes = f"{pair.up.BLOCK_SIZE_M} and {pair.down.BLOCK_SIZE_M}"
-        yield f"{name}: up and down must share BLOCK_SIZE_M (one sort of the tokens), not have {sizes}"
+        yield f": up and down must share BLOCK_SIZE_M (one sort of the tokens), not have {sizes}"
 
 
 def _config_problems(config: KernelConfig, options: frozenset[str] | None) -> Iterator[str]:

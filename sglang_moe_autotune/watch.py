@@ -49,6 +49,15 @@ def look(root: Path, url: str | None) -> View:
     return View(root, found, store.environments(root), answer)
 
 
+def running(root: Path) -> list[status.LiveStatus]:
+    """What the servers that live say of themselves; none where the folder cannot be listed."""
+    try:
+        found = status.read(root)
+    except OSError:
+        return []
+    return [server.live for server in found.servers if server.presence in {"running", "elsewhere"}]
+
+
 def as_object(view: View) -> objects.Json:
     """The object of ``status --json``."""
     seen = {} if view.remote is None else {"server_info": objects.remote(view.remote)}

@@ -18,19 +18,32 @@ LAYERS: dict[str, Layer] = {
         (
             "__init__", "shapes", "search_space", "prior", "search", "decision", "records", "sglang_json",
             "lookup", "tuner", "landscape", "replay", "errors", "targets",
-            "experience", "summary", "document", "validity", "heat", "bench", "budget", "job", "regimes", "agenda",
+            "experience", "summary", "document", "record_rows", "validity", "heat", "bench", "budget",
+            "job", "regimes", "agenda",
+            "tally", "errand", "inspection",
         ),
         "pure",
     ),
-    **dict.fromkeys(("store", "record_file", "settings", "status"), "disk"),
+    **dict.fromkeys(("store", "record_file", "spares", "lock_file", "whole_file", "settings", "status"), "disk"),
     **dict.fromkeys(
         (
             "benchmark", "compiler", "compile_child", "launch", "layers", "releases", "correctness", "plugin",
             "graphs", "ranks", "timing", "scratch", "listener", "live", "serving",
+            "metrics", "server_info", "offline", "machine", "stand_in", "warm",
         ),
         "edge",
     ),
     **dict.fromkeys(("simulate", "cli", "doctor", "tables", "objects", "selection"), "people"),
+    **dict.fromkeys(("crew", "account", "offline_cli"), "people"),
+    **dict.fromkeys(
+        ("changes", "figures", "imports"),
+        "pure",
+    ),
+    **dict.fromkeys(("export", "remote"), "disk"),
+    **dict.fromkeys(
+        ("shell", "config_folder", "explain", "edit", "editing", "importing", "plot", "report", "watch"),
+        "people",
+    ),
 }  # fmt: skip
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from typing import TYPE_CHECKING
 
 from sglang_moe_autotune import status
@@ -57,6 +59,12 @@ def fill(root: Path, environment: Environment = H200) -> Path:
     assert store.close(10.0)
     assert store.path is not None
     return store.path
+
+
+def rewrite(path: Path, document: object) -> None:
+    """Put another document in place of a file of the store, the copies beside it included."""
+    shutil.rmtree(path.with_name(f"{path.name}.d"), ignore_errors=True)
+    path.write_text(json.dumps(document), encoding="utf-8")
 
 
 def live(owner: status.Owner | None = None, **fields: object) -> status.LiveStatus:

@@ -43,6 +43,8 @@ _evidence = st.builds(
     st.none() | _floats,
     st.none() | _floats,
 )
+pairs = _pairs
+evidence = _evidence
 records = st.builds(
     Record,
     _shapes,
@@ -51,8 +53,9 @@ records = st.builds(
     _pairs,
     _pairs,
     _evidence,
-    st.sampled_from(["learned", "pinned"]),
+    st.sampled_from(["learned", "pinned", "imported", "replayed"]),
     unix_s=_floats,
+    generation=st.integers(0, 2),
 )
 notes = st.builds(
     ShapeNote,
@@ -68,7 +71,8 @@ _unknown = st.dictionaries(st.sampled_from(["later", "newer"]), _texts, max_size
 @st.composite
 def documents(draw: st.DrawFn) -> Contents:
     """Contents that a file can hold, unknown fields and unread entries included."""
-    whole = Contents(v.H200, document_text=draw(_unknown))
+    forgotten = draw(st.dictionaries(st.tuples(_shapes, _m), st.integers(1, 2), max_size=2))
+    whole = Contents(v.H200, forgotten=forgotten, document_text=draw(_unknown))
     for value in draw(st.lists(records, max_size=4)):
         text = None
         if extra := draw(_unknown):

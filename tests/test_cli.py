@@ -6,7 +6,6 @@ import json
 import os
 import re
 import shlex
-import shutil
 import subprocess
 import sys
 import time
@@ -17,7 +16,8 @@ import click
 import msgspec
 import pytest
 from click.testing import CliRunner
-from made_up_store import FP8, H100, HEURISTIC, MANY, WINNER, fill, live
+from made_up_store import FP8, H100, HEURISTIC, MANY, WINNER, fill, live, rewrite
+from shell_page import BLOCKS, HEADINGS, printed
 
 from sglang_moe_autotune import landscape, status
 from sglang_moe_autotune.cli import main
@@ -27,8 +27,11 @@ if TYPE_CHECKING:
     from click.testing import Result
 
 (LANDSCAPE,) = landscape.shipped()
-PAGE = Path(__file__).parent.parent / "docs" / "shell.md"
-COMMANDS = ("status", "list", "show E128", "export out", "doctor", f"simulate {LANDSCAPE}")
+COMMANDS = (
+    "status", "list", "show E128", "explain E128 256", "export out", "report -o page.html", "doctor",
+    f"simulate {LANDSCAPE}", "merge host-2 --dry-run", "forget E128 --yes",
+    f"pin E128 64 --up '{json.dumps(WINNER.up.to_dict())}'",
+)  # fmt: skip
 
 
 def shell(line: str) -> Result:
@@ -51,6 +54,7 @@ def working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def store(autotune_folder: Path) -> Path:
     fill(autotune_folder)
+    fill(Path("host-2"), H100)
     now = time.time()
     deferred = {f"{MANY.slug} 16384": "too large for free memory"}
     assert status.write(autotune_folder, live(unix_s=now, since_unix_s=now - 5400, deferred=deferred))
@@ -59,28 +63,21 @@ def store(autotune_folder: Path) -> Path:
 
 # The page
 
-BLOCK = re.compile(r"```console\n\$ sglang-moe-autotune (.*)\n((?s:.*?))```")
-BLOCKS = BLOCK.findall(PAGE.read_text(encoding="utf-8"))
-
-
 @pytest.mark.parametrize(("line", "expected"), BLOCKS, ids=[line for line, _ in BLOCKS])
 def test_the_page_shows_what_is_printed(store: Path, working_folder: Path, line: str, expected: str) -> None:
-    shutil.copy(LANDSCAPE, "landscape.json.gz")
-    output = shell(line).output
-    me = status.this_process()
-    output = output.replace(f"pid {me.pid} on {me.host}", "pid 4711 on gpu-1")
-    output = output.replace(str(working_folder), "/srv").replace(str(store), "~/.cache/sglang-moe-autotune")
-    got = [text.rstrip() for text in output.splitlines()]
+    got = printed(line, store, working_folder)
     wanted = expected.splitlines()
     if line == "doctor":  # the machine differs, the checks do not
         got, wanted = ([row[8:43].strip() for row in rows if row[8:43].strip()] for rows in (got, wanted))
     if line.startswith("simulate"):  # the search may improve, what was recorded stays
-        got, wanted = ([row.split()[:2] for row in rows] for rows in (got, wanted))
+        got, wanted = ([row.split()[: 2 if row[:5].strip().isdecimal() else 1] for row in r] for r in (got, wanted))
     assert got == wanted
 
 
 def test_the_page_has_every_command() -> None:
-    assert {line.split()[0] for line, _ in BLOCKS} == set(main.commands)
+    shown = {line.split()[0] for line, _ in BLOCKS}
+    assert set(HEADINGS) >= set(main.commands)
+    assert shown == set(main.commands)
 
 
 # Output
@@ -128,7 +125,7 @@ def test_list_as_json_agrees_with_show(store: Path) -> None:
     assert environment["environment"]["device_name"] == "NVIDIA H200"
     for shape in environment["shapes"]:
         (shown,) = json.loads(shell(f"show {shape['shape']['slug']} --json").stdout)["shapes"]
-        by_verdict: dict[str, list[int]] = {"faster": [], "baseline": [], "untuned": []}
+        by_verdict: dict[str, list[int]] = {"faster": [], "baseline": [], "untuned": [], "given": []}
         for row in shown["rows"]:
             if row["verdict"] or row["served"]:
                 by_verdict[row["verdict"] or "untuned"].append(row["M"])
@@ -285,7 +282,7 @@ def test_a_shape_of_one_environment_needs_no_choice(store: Path) -> None:
     other = fill(store, H100)
     document = json.loads(other.read_text())
     document["shapes"], document["records"] = [], []
-    other.write_text(json.dumps(document))
+    rewrite(other, document)
     assert "on NVIDIA H200" in shell("show E128").stdout
 
 
@@ -293,7 +290,7 @@ def test_a_store_without_learned_rows_exports_nothing(autotune_folder: Path) -> 
     path = fill(autotune_folder)
     document: dict[str, Any] = json.loads(path.read_text())
     document["records"] = [r for r in document["records"] if r["verdict"] == "baseline"]
-    path.write_text(json.dumps(document))
+    rewrite(path, document)
     result = shell("export out")
     assert result.exit_code == 1
     assert "nothing that was learned" in result.stderr

@@ -7,12 +7,11 @@ import os
 import subprocess
 import sys
 import textwrap
+from typing import TYPE_CHECKING
 
 import pytest
 
 torch = pytest.importorskip("torch")
-
-from typing import TYPE_CHECKING
 
 from sglang_moe_autotune import correctness  # noqa: E402 - needs torch, which not every environment has
 from sglang_moe_autotune.correctness import judge, poison, row_error, topk_ids  # noqa: E402 - as above

@@ -74,7 +74,7 @@ def test_moved_hooks_fail(tmp_path: Path) -> None:
 @pytest.mark.parametrize("files", [0, 1, 3])
 def test_triton_counts_the_configs_made_for_it(tmp_path: Path, files: int) -> None:
     for version in ("3_6_0", "3_5_1"):
-        folder = tmp_path / doctor._CONFIGS / f"triton_{version}"
+        folder = tmp_path / doctor.CONFIGS / f"triton_{version}"
         folder.mkdir(parents=True)
         for number in range(files if version == "3_6_0" else 9):
             (folder / f"{number}.json").write_text("{}")

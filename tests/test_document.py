@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_moe_autotune.document import MAX_BYTES, Unreadable, decode, encode
-from sglang_moe_autotune.records import Contents, with_changes
+from sglang_moe_autotune.records import Contents, Record, with_changes
 
 
 def _read(document: Any) -> Contents:
@@ -25,7 +25,13 @@ def _read(document: Any) -> Contents:
 
 def _document(**changes: Any) -> dict[str, Any]:
     whole = json.loads(encode(v.contents(v.record(), v.note(None, 1, 64, served={64: 3}))))
-    return {**whole, **changes}
+    return {**whole, "records": [_spelt_out(v.record())], **changes}
+
+
+def _spelt_out(record: Record) -> dict[str, Any]:
+    """A record with its shape and pairs in place, as a person may write it."""
+    text: dict[str, Any] = json.loads(msgspec.json.encode(record))
+    return text
 
 
 @s.QUICK
@@ -61,13 +67,14 @@ def test_unknown_fields_pass_through_an_older_version() -> None:
     assert written["environment"] == document["environment"]
     assert written["records"][0] == document["records"][0]
     assert written["records"][1]["M"] == 128
+    assert _read(written) == contents
     assert written["shapes"][0]["added"] == ["s"]
     assert written["shapes"][0]["served"] == {"64": 9}
 
 
 def _with(path: str, value: Any) -> dict[str, Any]:
     """A good record with one thing changed or added."""
-    record = json.loads(msgspec.json.encode(v.record(32)))
+    record = _spelt_out(v.record(32))
     *parents, last = path.split(".")
     inner = record
     for name in parents:

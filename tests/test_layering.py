@@ -29,7 +29,7 @@ REACHES: dict[Layer, set[Layer]] = {
 USES: dict[Layer, set[str]] = {
     "pure": {"msgspec"},
     "disk": {"msgspec", "filelock", "platformdirs"},
-    "edge": {"msgspec", "torch", "triton", "sglang"},
+    "edge": {"msgspec", "torch", "triton", "sglang", "prometheus_client"},
     "people": {"msgspec", "click", "rich", "filelock", "platformdirs"},
 }
 # Written once, in ``targets``: the plugin hooks the paths, the shell looks them up in SGLang's source.

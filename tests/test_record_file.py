@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
-import itertools
 import os
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import filelock
 import pytest
 import record_values as v
 
-from sglang_moe_autotune import record_file
-from sglang_moe_autotune.document import encode
+from sglang_moe_autotune import lock_file, record_file
+from sglang_moe_autotune.document import decode, encode
 from sglang_moe_autotune.record_file import RecordFile
-from sglang_moe_autotune.records import Contents
+from sglang_moe_autotune.records import Contents, forget
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -35,11 +32,19 @@ def path(tmp_path: Path) -> Path:
 
 
 def _keys(path: Path) -> set[int]:
-    snapshot = RecordFile(path).read()
-    if snapshot is None:
+    """The M of the records in the file and its spares."""
+    contents = RecordFile(path).read()
+    if contents is None:
         return set()
-    assert isinstance(snapshot.contents, Contents), snapshot.contents
-    return {m for _, m in snapshot.contents.records}
+    assert isinstance(contents, Contents), contents
+    return {m for _, m in contents.records}
+
+
+def _shared_keys(path: Path) -> set[int]:
+    """The M of the records in the file alone."""
+    contents = decode(path.read_bytes())
+    assert isinstance(contents, Contents), contents
+    return {m for _, m in contents.records}
 
 
 def _break(monkeypatch: pytest.MonkeyPatch, step: str, call: int, error: BaseException) -> Callable[[], int]:
@@ -58,7 +63,7 @@ def _break(monkeypatch: pytest.MonkeyPatch, step: str, call: int, error: BaseExc
     return lambda: calls
 
 
-@pytest.mark.parametrize("call", [1, 2, 3, 4])
+@pytest.mark.parametrize("call", [1, 2, 3, 4, 5, 6])
 @pytest.mark.parametrize("step", STEPS)
 @pytest.mark.parametrize(
     "error", [Killed(), OSError(errno.ENOSPC, "No space left on device")], ids=["killed", "disk full"]
@@ -86,7 +91,7 @@ def test_a_full_disk_leaves_no_temporary_file(path: Path, monkeypatch: pytest.Mo
         with pytest.raises(OSError, match="No space"):
             RecordFile(path).update(v.contents(v.record(2)))
         assert calls() == 1
-    assert [p.name for p in path.parent.iterdir()] == [f"{path.name}.lock"]
+    assert sorted(p.name for p in path.parent.rglob("*")) == [f"{path.name}.d", f"{path.name}.lock"]
 
 
 def test_the_text_is_synced_before_it_takes_the_place_and_the_folder_after(
@@ -107,7 +112,7 @@ def test_the_text_is_synced_before_it_takes_the_place_and_the_folder_after(
     monkeypatch.setattr(os, "fsync", fsync)
     monkeypatch.setattr(os, "replace", replace)
     RecordFile(path).update(v.contents(v.record()))
-    assert steps == ["file", "replace", "folder"]
+    assert steps == ["file", "replace", "folder"] * 2
 
 
 def test_nothing_new_is_no_write(path: Path) -> None:
@@ -168,47 +173,12 @@ def test_a_newer_versions_file_is_left_alone(path: Path) -> None:
 def test_a_lock_that_is_held_too_long_is_not_waited_for(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(record_file, "LOCK_S", 0.1)
     path.parent.mkdir()
-    with filelock.FileLock(f"{path}.lock"):
+    with lock_file.hold(path.with_name(f"{path.name}.lock"), 1) as held:
+        assert held
         started = time.perf_counter()
         RecordFile(path).update(v.contents(v.record()))
         assert time.perf_counter() - started < 2
     assert _keys(path) == {64}
-
-
-@pytest.mark.parametrize(
-    "error",
-    [OSError(errno.ENOLCK, "No locks available"), NotImplementedError("flock")],
-    ids=["no locks left", "no flock at all"],
-)
-def test_a_file_system_without_locks_is_written_to(
-    path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
-) -> None:
-    def acquire(*_: object, **__: object) -> None:
-        raise error
-
-    monkeypatch.setattr(filelock.FileLock, "acquire", acquire)
-    RecordFile(path).update(v.contents(v.record()))
-    assert _keys(path) == {64}
-
-
-def test_without_a_lock_a_writer_that_came_between_loses_nothing(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another writer, blind to ours, replaces the file after we read it, and again after we replaced it."""
-    monkeypatch.setattr(record_file, "_lock", lambda _: contextlib.nullcontext(False))
-    others = iter([v.contents(v.record(1)), v.contents(v.record(2))])
-    real = RecordFile._replace
-    outcomes = []
-
-    def replace(self: RecordFile, text: bytes, expected: record_file.Snapshot | None) -> bool:
-        before = [path.write_bytes(encode(other)) for other in itertools.islice(others, not outcomes)]
-        outcomes.append(real(self, text, expected))
-        if outcomes[-1] and not before:
-            _ = [path.write_bytes(encode(other)) for other in itertools.islice(others, 1)]
-        return outcomes[-1]
-
-    monkeypatch.setattr(RecordFile, "_replace", replace)
-    RecordFile(path).update(v.contents(v.record(3)))
-    assert outcomes == [False, True, True]
-    assert _keys(path) == {1, 2, 3}
 
 
 def test_temporary_files_of_killed_writers_go_after_an_hour(path: Path) -> None:
@@ -220,3 +190,58 @@ def test_temporary_files_of_killed_writers_go_after_an_hour(path: Path) -> None:
         os.utime(temporary, (1, 1))
     RecordFile(path).update(v.contents(v.record()))
     assert [p.exists() for p in (old, new, foreign)] == [False, True, True]
+
+
+def _spares(path: Path) -> list[Path]:
+    return sorted(path.with_name(f"{path.name}.d").glob("*.json"))
+
+
+def test_a_writer_has_one_spare_and_a_fork_another(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = RecordFile(path)
+    for m in (1, 2, 3):
+        file.update(v.contents(v.record(m)))
+    [spare] = _spares(path)
+    assert _shared_keys(spare) == {1, 2, 3}
+    monkeypatch.setattr(os, "getpid", lambda: 1)
+    file.update(v.contents(v.record(4)))
+    assert [_shared_keys(s) for s in _spares(path) if s != spare] == [{4}]
+
+
+def test_a_spare_is_closed_after_a_while_so_that_it_stays_small(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file, now_s = RecordFile(path), 0.0
+    monkeypatch.setattr(time, "monotonic", lambda: now_s)
+    file.update(v.contents(v.record(1)))
+    now_s = 901.0
+    file.update(v.contents(v.record(2)))
+    assert sorted(sorted(_shared_keys(s)) for s in _spares(path)) == [[1], [2]]
+
+
+def test_spares_go_when_they_are_an_hour_old_and_the_file_holds_what_they_hold(path: Path) -> None:
+    RecordFile(path).update(v.contents(v.record(1)))
+    path.unlink()  # as if a blind writer had lost it
+    [old] = _spares(path)
+    RecordFile(path).update(v.contents(v.record(2)))
+    for spare in _spares(path):
+        os.utime(spare, (time.time() - (3700 if spare == old else 3500),) * 2)
+    RecordFile(path).update(v.contents(v.record(3)))
+    assert old not in _spares(path)
+    assert len(_spares(path)) == 2
+    assert _shared_keys(path) == {1, 2, 3}
+
+
+def test_what_only_a_spare_holds_is_read_and_written_by_the_next(path: Path) -> None:
+    RecordFile(path).update(v.contents(v.record(1)))
+    path.write_bytes(encode(v.contents(v.record(2))))
+    assert _keys(path) == {1, 2}
+    RecordFile(path).update(v.contents(v.record(2)))
+    assert _shared_keys(path) == {1, 2}
+
+
+def test_a_record_made_after_a_decision_that_its_writer_did_not_know_counts(path: Path) -> None:
+    first = v.record(1)
+    RecordFile(path).update(v.contents(first))
+    RecordFile(path).change(lambda contents: forget(contents, first.shape, 1))
+    again = v.record(1, samples=50)
+    assert RecordFile(path).update(v.contents(first)).contents.records == {}
+    kept = RecordFile(path).update(v.contents(again), [again]).contents.records
+    assert [(r.evidence.samples, r.generation) for r in kept.values()] == [(50, 1)]

@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 
 from sglang_moe_autotune.errors import ExportError
 from sglang_moe_autotune.export import EVIDENCE, export
+from sglang_moe_autotune.records import Environment, Record, pin
 from sglang_moe_autotune.sglang_json import (
     GRID,
     encode,
@@ -34,7 +35,7 @@ from sglang_moe_autotune.sglang_json import (
 from sglang_moe_autotune.shapes import ConfigPair, KernelConfig, MoeShape
 
 if TYPE_CHECKING:
-    from sglang_moe_autotune.records import Contents, Record
+    from sglang_moe_autotune.records import Contents
 
 FP8 = v.shape(256, dtype="fp8_w8a8", block_shape=(128, 128))
 INT4 = MoeShape((256, 1024, 1024), (256, 2048, 256), 8, "int4_w4a16", (0, 128))
@@ -209,6 +210,60 @@ def test_a_file_that_is_not_ours_is_never_overwritten(tmp_path: Path, name_of: b
     assert _files(tmp_path) == before
     path.unlink()
     assert len(export(LEARNED, tmp_path).paths) == 2
+
+
+@pytest.mark.parametrize("down", [False, True], ids=["up", "down"])
+def test_merging_keeps_what_is_not_ours_and_says_so(tmp_path: Path, down: bool) -> None:
+    """A copy of SGLang's own folder: another shape's file, another Triton's, and one that collides with ours."""
+    wide = v.shape(256)
+    contents = v.contents(*LEARNED.records.values(), *LEARNED.notes.values(), v.record(64, wide), v.note(wide, 1, 300))
+    folder = tmp_path / "configs" / "triton_3_8_0"
+    theirs = [
+        folder / file_name(v.shape(), "NVIDIA H200", down=down),
+        folder / file_name(v.shape(64), "NVIDIA H200"),
+        tmp_path / "configs" / "triton_3_4_0" / file_name(wide, "NVIDIA H200"),
+    ]
+    for path in theirs:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text('{"1": {}}')
+    done = export(contents, tmp_path, keep_foreign=True)
+    assert [path.name for path in done.paths] == [file_name(wide, "NVIDIA H200", down=d) for d in (False, True)]
+    assert any(v.shape().slug in note and theirs[0].name in note for note in done.notes)
+    assert all(path.read_text() == '{"1": {}}' for path in theirs)
+    assert not (folder / file_name(v.shape(), "NVIDIA H200", down=not down)).exists(), "both of a pair or neither"
+    assert export(contents, tmp_path, keep_foreign=True) == done
+
+
+def test_the_evidence_lies_beside_the_files_and_says_all(tmp_path: Path) -> None:
+    done = export(LEARNED, tmp_path)
+    evidence = json.loads((tmp_path / EVIDENCE).read_text())
+    (key,) = evidence
+    assert tmp_path / key == done.paths[0]
+    rows = evidence[key]["rows"]
+    assert [msgspec.convert(row, Record) for row in rows] == sorted(LEARNED.records.values(), key=lambda r: r.M)
+    assert msgspec.convert(evidence[key]["environment"], Environment) == v.H200
+    newer = msgspec.structs.replace(LEARNED, environment=msgspec.structs.replace(v.H200, triton="3.9.0"))
+    export(newer, tmp_path)
+    assert len(json.loads((tmp_path / EVIDENCE).read_text())) == 2
+
+
+@pytest.mark.parametrize("text", ["", "[]", "null", "{", '{"a": 1}'])
+def test_broken_evidence_of_an_earlier_export_is_written_anew(tmp_path: Path, text: str) -> None:
+    (tmp_path / EVIDENCE).write_text(text)
+    (done, _) = export(LEARNED, tmp_path)
+    assert str(done[0].relative_to(tmp_path)) in json.loads((tmp_path / EVIDENCE).read_text())
+
+
+def test_imported_rows_are_not_exported_and_a_pin_without_any_answer_of_sglang_is_left_out(tmp_path: Path) -> None:
+    seed = v.record(64, source="imported", baseline=v.pair())
+    assert export(v.contents(seed, v.note(None, 1, 256)), tmp_path).paths == ()
+    done = export(pin(v.contents(), v.shape(), 64, v.pair()), tmp_path)
+    assert done.paths == ()
+    assert "was never seen" in done.notes[0]
+    done = export(pin(v.contents(v.note(None, 1, 256)), v.shape(), 64, v.pair()), tmp_path)
+    rows = parse(done.paths[0].read_text())
+    assert isinstance(rows, dict)
+    assert (rows[64], rows[63]) == (v.pair().up, v.heuristic(63).up)
 
 
 def _change(**environment: Any) -> Contents:

@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 import pytest
@@ -21,8 +22,11 @@ import record_values as v
 from sglang_moe_autotune import record_file
 from sglang_moe_autotune.document import decode
 from sglang_moe_autotune.errors import StoreError
-from sglang_moe_autotune.records import Contents
-from sglang_moe_autotune.store import Store, environments, file_name, read
+from sglang_moe_autotune.records import Contents, Record, demote, forget, pin
+from sglang_moe_autotune.store import Store, change, environments, file_name, read
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
 
 NEXT_TRITON = msgspec.structs.replace(v.H200, triton="3.8.1")
 
@@ -59,10 +63,10 @@ def test_changes_during_a_write_are_written_together(root: Path, monkeypatch: py
     gate, writes = threading.Event(), []
     real = record_file.RecordFile.update
 
-    def update(self: record_file.RecordFile, ours: Contents) -> record_file.Update:
+    def update(self: record_file.RecordFile, ours: Contents, fresh: Collection[Record]) -> record_file.Update:
         writes.append(len(ours.records))
         gate.wait(5)
-        return real(self, ours)
+        return real(self, ours, fresh)
 
     monkeypatch.setattr(record_file.RecordFile, "update", update)
     store = Store.open(root, v.H200)
@@ -299,6 +303,48 @@ def test_the_shell_sees_what_is_wrong(root: Path) -> None:
             read(path)
     with pytest.raises(StoreError, match="--dir"):
         environments(good)
+
+
+def test_a_decision_reaches_a_server_that_runs_and_its_old_copy_does_not_undo_it(root: Path) -> None:
+    server = Store.open(root, v.H200)
+    for m in (1, 2, 3):
+        server.submit(record=v.record(m))
+    assert server.flush(5)
+    path = root / file_name(v.H200)
+    change(path, lambda contents: forget(contents, v.shape(), 1))
+    change(path, lambda contents: demote(contents, v.record(2), v.record(samples=1).evidence))
+    change(path, lambda contents: pin(contents, v.shape(), 3, v.pair(16)))
+    server.submit(note=v.note(None, 8))
+    assert server.flush(5)
+    for contents in (server.contents, read(path), Store.open(root, v.H200).contents):
+        found = {m: (record.verdict, record.source) for (_, m), record in contents.records.items()}
+        assert found == {2: ("baseline", "learned"), 3: ("faster", "pinned")}
+        assert contents.records[v.shape(), 3].pair == v.pair(16)
+
+
+def test_a_change_starts_a_file_only_where_it_is_told_of_which_environment(root: Path) -> None:
+    path = root / file_name(v.H200)
+    with pytest.raises(StoreError, match="does not exist"):
+        change(path, lambda contents: contents)
+    assert not root.exists()
+    written = change(path, lambda contents: pin(contents, v.shape(), 8, v.pair()), v.H200)
+    assert read(path) == written
+    assert len(written.records) == 1
+
+
+def test_a_change_that_makes_no_sense_is_refused_and_one_that_drops_rows_drops_nothing(root: Path) -> None:
+    path = root / file_name(v.H200)
+    before = change(path, lambda contents: pin(contents, v.shape(), 8, v.pair()), v.H200)
+    text = path.read_bytes()
+    with pytest.raises(StoreError, match="M must be"):
+        change(path, lambda contents: pin(contents, v.shape(), 0, v.pair()))
+    assert change(path, lambda _: v.contents()) == before
+    assert path.read_bytes() == text
+
+
+def test_a_change_in_a_folder_that_cannot_be_written_says_the_cure(root: Path) -> None:
+    with pytest.raises(StoreError, match="SGLANG_MOE_AUTOTUNE_DIR"):
+        change(_below_a_file(root) / "x.json", lambda contents: contents, v.H200)
 
 
 WRITER = """

@@ -10,9 +10,9 @@ import record_strategies as s
 import record_values as v
 from hypothesis import given
 
-from sglang_moe_autotune.records import Record, ShapeNote
+from sglang_moe_autotune.records import Evidence, Record, ShapeNote
 from sglang_moe_autotune.shapes import ConfigPair, KernelConfig
-from sglang_moe_autotune.validity import problem
+from sglang_moe_autotune.validity import figures_are_sound, problem
 
 
 @s.QUICK
@@ -56,3 +56,24 @@ def test_a_note_counts_tokens_from_one() -> None:
     assert "M must be" in (problem(v.note(None, served={0: 1})) or "")
     assert "served[1]" in (problem(v.note(None, served={1: -1})) or "")
     assert "baselines[4].up" in (problem(ShapeNote(v.shape(), {4: v.pair(48)})) or "")
+
+
+_NUMBERS = (-1, -0.5, 0, 1, 1e300, 1 << 60, math.nan, math.inf, -math.inf)
+_FIGURES = (*Evidence.__struct_fields__, "M", "generation", "unix_s")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *((name, value) for name in _FIGURES for value in _NUMBERS),
+        *((name, None) for name in ("max_error", "tolerance")),
+        *((name, "x" * length) for name in ("sglang", "driver") for length in (0, 256, 257)),
+    ],
+)
+def test_the_quick_check_of_figures_says_what_the_slow_one_says(name: str, value: object) -> None:
+    record = v.record()
+    if name in Evidence.__struct_fields__:
+        record = v.record(evidence=msgspec.structs.replace(record.evidence, **{name: value}))
+    else:
+        record = msgspec.structs.replace(record, **{name: value})
+    assert figures_are_sound(record) == (problem(record) is None)

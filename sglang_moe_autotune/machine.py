@@ -1,0 +1,93 @@
+"""The machine that an errand runs on: this process's GPU with made-up weights, or what a test puts there."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from sglang_moe_autotune import releases, stand_in
+from sglang_moe_autotune.benchmark import DeviceProvider, Lent
+from sglang_moe_autotune.compiler import Compiler
+from sglang_moe_autotune.listener import CompileCount
+from sglang_moe_autotune.lookup import read_answer
+from sglang_moe_autotune.prior import Prior, find_files
+from sglang_moe_autotune.warm import WarmProvider
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from sglang_moe_autotune.bench import BenchmarkProvider
+    from sglang_moe_autotune.errand import Errand
+    from sglang_moe_autotune.layers import LiveLayer
+    from sglang_moe_autotune.records import Environment, Source
+    from sglang_moe_autotune.shapes import ConfigPair, MoeShape
+
+
+class Machine(NamedTuple):
+    """What an errand runs on: the seam that a test replaces by a recording."""
+
+    environment: Environment
+    provider: BenchmarkProvider
+    baseline: Callable[[MoeShape, int], ConfigPair | None]
+    """SGLang's own answer"""
+    load: Callable[[MoeShape], str]
+    """get weights of a shape in place of those before; why that is impossible, or "" """
+    prior: Prior
+    source: Source = "learned"
+    sglang: str = ""
+    driver: str = ""
+
+
+def gpu_machine(order: Errand) -> Machine:
+    """This process's first GPU; ends the process where there is none. Raises ImportError without SGLang."""
+    if not torch.cuda.is_available():
+        raise SystemExit("no GPU is visible to this process: see nvidia-smi and CUDA_VISIBLE_DEVICES")
+    publish_server_args()
+    invoke = releases.invoke_function()
+    environment = releases.environment(invoke)
+    compiles = CompileCount()
+    compiles.install()
+    held: dict[MoeShape, list[LiveLayer]] = {}
+    lent = Lent(
+        lambda shape: held.get(shape, ()),
+        invoke,
+        releases.fused_module().moe_align_block_size,
+        lambda: compiles.compiled,
+    )
+    compiler = Compiler(order.compile_processes, environment.shared_memory_bytes)
+    provider = DeviceProvider(lent, compiler, order.reserve_mb << 20, order.slice_us)
+
+    def load(shape: MoeShape) -> str:
+        held.clear()
+        torch.cuda.empty_cache()
+        if reason := stand_in.refusal(shape, releases.padding()):
+            return reason
+        free, _ = torch.cuda.mem_get_info()
+        if (layers := stand_in.count(shape, free - (order.reserve_mb << 20))) < 1:
+            return f"a layer takes {stand_in.layer_bytes(shape) >> 20} MiB, and {free >> 20} MiB are free"
+        held[shape] = stand_in.build(shape, layers, f"cuda:{torch.cuda.current_device()}")
+        return ""
+
+    return Machine(
+        environment,
+        WarmProvider(provider),
+        lambda shape, m: read_answer(releases.ask_stock(shape, m)),
+        load,
+        Prior(find_files(releases.shipped_folder()), environment.device_name),
+        sglang=releases.version(),
+        driver=releases.driver_version(),
+    )
+
+
+def publish_server_args() -> Any:
+    """Give SGLang the configuration that its lookup and kernels ask for, as an empty server would have it."""
+    try:
+        context = importlib.import_module("sglang.srt.runtime_context").get_context()
+        return context.override_server_args().install()
+    except (ImportError, AttributeError):
+        module = importlib.import_module("sglang.srt.server_args")  # SGLang before 0.5.16
+        server_args = module.ServerArgs(model_path="dummy")
+        module.set_global_server_args_for_scheduler(server_args)
+        return server_args

@@ -1,0 +1,239 @@
+"""The report: one self-contained HTML page of what was learned. It loads nothing and runs no script."""
+
+from __future__ import annotations
+
+import time
+from html import escape
+from typing import TYPE_CHECKING
+
+from sglang_moe_autotune import __version__
+from sglang_moe_autotune.plot import HEIGHT, Plot, Scale, across, tokens, upward
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+    from sglang_moe_autotune.figures import PageFigures, ShapeFigures
+    from sglang_moe_autotune.records import Record
+
+_STYLE = """
+:root{color-scheme:light dark;--back:#fff;--card:#f6f7f9;--ink:#1b1f24;--soft:#5c6670;--grid:#dfe3e8;
+--stock:#b4590c;--learned:#1769c2;--kept:#8a939c}
+@media(prefers-color-scheme:dark){:root{--back:#14171a;--card:#1d2125;--ink:#e8eaed;--soft:#a2abb4;--grid:#333a41;
+--stock:#f0a35c;--learned:#6cb0f5;--kept:#78828c}}
+*{box-sizing:border-box}
+body{margin:0 auto;max-width:1080px;padding:20px 16px 40px;background:var(--back);color:var(--ink);
+font:15px/1.5 system-ui,sans-serif}
+h1{font-size:22px;margin:0 0 2px}h2{font-size:18px;margin:34px 0 4px}
+h3{font-size:16px;margin:26px 0 6px;overflow-wrap:anywhere}h4{font-size:14px;margin:0 0 4px;font-weight:600}
+p{margin:4px 0;color:var(--soft);overflow-wrap:anywhere}
+.tiles{display:grid;grid-template-columns:repeat(auto-fit,minmax(120px,1fr));gap:10px;margin:10px 0}
+.tiles div,.plots figure{background:var(--card);border-radius:8px;padding:10px 12px}
+.tiles b{display:block;font-size:20px}.tiles span{color:var(--soft);font-size:13px}
+.plots{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,400px),1fr));gap:10px}
+figure{margin:0}svg{width:100%;height:auto;display:block}
+svg text{fill:var(--soft);font:11.5px system-ui,sans-serif}
+.grid{stroke:var(--grid);fill:none}.line{fill:none;stroke-width:2;stroke-linejoin:round}.thin{stroke-width:1.4}
+.line.stock{stroke:var(--stock)}.line.learned{stroke:var(--learned)}.line.kept{stroke:var(--kept)}
+.dot.stock{fill:var(--stock)}.dot.learned,.bar.learned{fill:var(--learned)}.bar.kept{fill:var(--kept)}
+.dot.kept{fill:var(--card);stroke:var(--kept);stroke-width:1.6}
+.key{font-size:13px;color:var(--soft);margin:0 0 4px}.key i{display:inline-block;width:11px;height:11px;
+border-radius:50%;margin:0 4px 0 10px;vertical-align:-1px}.key i:first-child{margin-left:0}
+i.stock{background:var(--stock)}i.learned{background:var(--learned)}i.kept{border:2px solid var(--kept)}
+details{margin-top:10px}ol{font-size:13px;padding-left:28px;margin:6px 0}
+summary{cursor:pointer;color:var(--soft)}.wide{overflow-x:auto}
+table{border-collapse:collapse;font-size:13px;font-variant-numeric:tabular-nums;margin-top:6px}
+th,td{padding:3px 12px 3px 0;text-align:right;white-space:nowrap;border-bottom:1px solid var(--grid)}
+th{color:var(--soft);font-weight:600}.text{text-align:left}
+"""
+
+_UNITS = (("days", 86400.0), ("h", 3600.0), ("min", 60.0))
+_SHOWN = 12
+"""distinct configs that are drawn"""
+
+
+def page(pages: Sequence[PageFigures], now_unix_s: float | None = None) -> str:
+    """The whole page. Names come from files that others may have written, so all text is escaped."""
+    when = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(time.time() if now_unix_s is None else now_unix_s))
+    body = "".join(part for one in pages for part in _environment(one))
+    # The policy makes the browser itself refuse whatever the page would load or run.
+    policy = "default-src 'none'; style-src 'unsafe-inline'"
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
+        '<meta name="viewport" content="width=device-width,initial-scale=1">'
+        f"<title>MoE autotune report</title><style>{_STYLE}</style></head><body>\n"
+        f"<h1>MoE autotune report</h1><p>{when}, sglang-moe-autotune {escape(__version__)}. M is the number of tokens "
+        "in a call; times are of both GEMMs of a layer; gains are paired measurements against what SGLang uses by "
+        f"itself.</p>\n{body}</body></html>\n"
+    )
+
+
+def _environment(one: PageFigures) -> Iterator[str]:
+    yield f"<h2>{escape(one.title)}</h2><p>kernel source {escape(one.kernel_hash)}</p>"
+    gains = [s.summary for s in one.shapes]
+    best = max((s.best_gain for s in gains if s.best_gain is not None), default=None)
+    spent_s = sum(s.gpu_s for s in one.shapes)
+    yield _tiles(
+        (str(len(one.shapes)), "shapes"),
+        (str(sum(len(s.faster) for s in gains)), "rows faster"),
+        (str(sum(len(s.baseline) for s in gains)), "kept as SGLang has it"),
+        ("-" if best is None else f"{100 * best:.1f} %", "best gain"),
+        (f"{spent_s:.1f} s", "GPU time spent"),
+    )
+    for shape in one.shapes:
+        yield from _shape(shape)
+    if len(one.history) > 1 and one.history[-1][0] > one.history[0][0]:
+        figures = (_figure("Rows with an answer", _rows_history(one)), _figure("GPU seconds", _cost_history(one)))
+        yield f'<h3>History</h3><div class="plots">{"".join(figures)}</div>'
+
+
+def _tiles(*tiles: tuple[str, str]) -> str:
+    shown = (f"<div><b>{escape(number)}</b><span>{escape(what)}</span></div>" for number, what in tiles)
+    return f'<div class="tiles">{"".join(shown)}</div>'
+
+
+def _shape(one: ShapeFigures) -> Iterator[str]:
+    yield f"<h3>{escape(one.shape.slug)}</h3>"
+    mean = one.summary.mean_gain
+    words = [f"{len(one.summary.faster)} M faster" + ("" if mean is None else f", {100 * mean:.1f} % in the mean")]
+    if one.summary.baseline:
+        words.append(f"SGLang's own answer kept at M = {_listed(one.summary.baseline)}")
+    if one.summary.untuned:
+        words.append(f"served and not yet tuned: M = {_listed(one.summary.untuned)}")
+    if one.given:
+        words.append(f"pinned or imported: M = {_listed([r.M for r in one.given])}")
+    words.append(f"{one.candidates} trials in {one.gpu_s:.1f} GPU s")
+    yield f"<p>{escape('; '.join(words))}.</p>"
+    if not one.measured:
+        return
+    figures = [
+        _figure("Gain by M, with its interval", _gains(one), learned="faster", kept="kept"),
+        _figure("Time of a layer's two GEMMs, us", _times(one), stock="SGLang's own", learned="served"),
+    ]
+    if one.configs:
+        busiest = f", the {_SHOWN} busiest" if len(one.configs) > _SHOWN else ""
+        heading = f"Distinct configs: {len(one.configs)}{busiest}"
+        figures.append(_figure(heading, _configs(one), learned="serves this M"))
+    figures.append(_figure("GPU seconds by M", _costs(one), learned="faster", kept="kept"))
+    yield f'<div class="plots">{"".join(figures)}</div>{_table(one)}'
+
+
+def _figure(heading: str, plot: Plot, **key: str) -> str:
+    marks = "".join(f'<i class="{style}"></i>{escape(text)}' for style, text in key.items())
+    legend = f'<p class="key">{marks}</p>' if marks else ""
+    return f"<figure><h4>{escape(heading)}</h4>{legend}{plot.svg}</figure>"
+
+
+def _listed(ms: Sequence[int]) -> str:
+    return ", ".join(map(str, ms[:12])) + (f" and {len(ms) - 12} more" if len(ms) > 12 else "")
+
+
+def _axis(one: ShapeFigures) -> tuple[Scale, list[float]]:
+    return tokens([r.M for r in one.measured])
+
+
+def _gains(one: ShapeFigures) -> Plot:
+    x, ticks = _axis(one)
+    faster = [r for r in one.measured if r.verdict == "faster"]
+    lowest = min([0.0, *(100 * r.evidence.gain_low for r in faster)])
+    y = upward(lowest, max([5.0, *(100 * r.evidence.gain_high for r in faster)]))
+    plot = Plot(f"Gain of {one.shape.slug} by M", x, y)
+    plot.frame(ticks, y.ticks(), "M", y_text="{:g} %".format)
+    for r in one.measured:
+        e = r.evidence
+        if r.verdict == "faster":
+            plot.interval(r.M, 100 * e.gain_low, 100 * e.gain_high, "learned")
+            says = f"M={r.M}: {100 * e.gain:.1f} % ({100 * e.gain_low:.1f}..{100 * e.gain_high:.1f}), n={e.samples}"
+            plot.dot(r.M, 100 * e.gain, "learned", says)
+        else:
+            plot.dot(r.M, 0.0, "kept", f"M={r.M}: SGLang's own answer stays, n={e.samples}")
+    return plot
+
+
+def _times(one: ShapeFigures) -> Plot:
+    x, ticks = _axis(one)
+    # A file can say anything: a time below a nanosecond is none, and has no place on a logarithmic axis.
+    timed = [r for r in one.measured if min(r.evidence.baseline_us, r.evidence.chosen_us) > 1e-3]
+    times = [us for r in timed for us in (r.evidence.baseline_us, r.evidence.chosen_us)] or [1.0]
+    y = upward(min(times), max(times), log=True)
+    plot = Plot(f"Times of {one.shape.slug} by M, logarithmic", x, y)
+    plot.frame(ticks, y.ticks(), "M")
+    plot.line(((r.M, r.evidence.baseline_us) for r in timed), "stock")
+    plot.line(((r.M, r.evidence.chosen_us) for r in timed), "learned")
+    for r in timed:
+        e = r.evidence
+        plot.dot(r.M, e.baseline_us, "stock", f"M={r.M}: {e.baseline_us:.1f} us, {r.baseline}", 2.2)
+        plot.dot(r.M, e.chosen_us, "learned", f"M={r.M}: {e.chosen_us:.1f} us, {r.pair}", 2.2)
+    return plot
+
+
+def _configs(one: ShapeFigures) -> Plot:
+    x, ticks = _axis(one)
+    shown = one.configs[:_SHOWN]
+    y = Scale(0.5, len(shown) + 0.5, 12, HEIGHT - 34)
+    plot = Plot(f"Which config serves which M of {one.shape.slug}", x, y)
+    plot.frame(ticks, range(1, len(shown) + 1), "M", y_text="{:g}".format)
+    for number, (pair, ms) in enumerate(shown, 1):
+        plot.line(((m, number) for m in ms), "kept")
+        for m in ms:
+            plot.dot(m, number, "learned", f"M={m}: {pair}")
+    return plot
+
+
+def _costs(one: ShapeFigures) -> Plot:
+    x, ticks = _axis(one)
+    y = upward(0.0, max([r.evidence.gpu_s for r in one.measured if r.evidence.gpu_s > 0], default=1.0))
+    plot = Plot(f"GPU seconds of {one.shape.slug} by M", x, y)
+    plot.frame(ticks, y.ticks(), "M")
+    for r in one.measured:
+        style = "learned" if r.verdict == "faster" else "kept"
+        says = f"M={r.M}: {r.evidence.gpu_s:.2f} GPU s, {r.evidence.measured} trials"
+        plot.bar(r.M, r.evidence.gpu_s, style, says)
+    return plot
+
+
+def _rows_history(one: PageFigures) -> Plot:
+    return _history("Rows by time", [(at, float(rows)) for at, rows, _ in one.history])
+
+
+def _cost_history(one: PageFigures) -> Plot:
+    return _history("GPU seconds by time", [(at, gpu_s) for at, _, gpu_s in one.history])
+
+
+def _history(label: str, points: Sequence[tuple[float, float]]) -> Plot:
+    start = points[0][0]
+    span_s = points[-1][0] - start
+    unit, size = next(((u, s) for u, s in _UNITS if span_s >= 2 * s), ("s", 1.0))
+    moved = [((at - start) / size, value) for at, value in points]
+    x, y = across(0.0, moved[-1][0]), upward(0.0, moved[-1][1])
+    plot = Plot(label, x, y)
+    since = time.strftime("%Y-%m-%d %H:%M", time.gmtime(start))
+    plot.frame(x.ticks(), y.ticks(), f"{unit} after {since} UTC")
+    plot.line([(0.0, 0.0), *moved], "learned", steps=True)
+    return plot
+
+
+def _table(one: ShapeFigures) -> str:
+    heads = ("M", "SGLang us", "served us", "gain", "interval", "n", "trials", "GPU s")
+    rows = "".join(f"<tr>{''.join(_cells(cells))}</tr>" for cells in map(_row, one.measured))
+    head = "".join(f"<th>{name}</th>" for name in heads) + '<th class="text">served: up / down</th>'
+    pairs = "".join(f"<li>{escape(str(pair))} ({len(ms)} M)</li>" for pair, ms in one.configs[:_SHOWN])
+    return (
+        f"<details><summary>The figures, and the configs by number</summary><ol>{pairs}</ol>"
+        f'<div class="wide"><table><tr>{head}</tr>{rows}</table></div></details>'
+    )
+
+
+def _row(r: Record) -> tuple[str, ...]:
+    e = r.evidence
+    faster = r.verdict == "faster"
+    interval = f"{100 * e.gain_low:.1f}..{100 * e.gain_high:.1f}" if faster else ""
+    gain = f"{100 * e.gain:.1f} %" if faster else "kept"
+    times = f"{e.baseline_us:.1f}", f"{e.chosen_us:.1f}"
+    return str(r.M), *times, gain, interval, str(e.samples), str(e.measured), f"{e.gpu_s:.2f}", str(r.pair)
+
+
+def _cells(cells: Iterable[str]) -> Iterator[str]:
+    *numbers, last = cells
+    yield from (f"<td>{escape(cell)}</td>" for cell in numbers)
+    yield f'<td class="text">{escape(last)}</td>'
