@@ -78,7 +78,7 @@ def test_a_blind_writer_that_is_killed_right_after_it_replaced_the_file_takes_no
 ) -> None:
     """It read the file before another's change was finished, stops, replaces it with the old rows, and dies."""
     path = tmp_path / "h200.json"
-    monkeypatch.setattr(lock_file, "_try", lambda _: True)
+    monkeypatch.setattr(lock_file, "FileLock", record_locks.Blind)
     RecordFile(path).update(v.contents(v.record(1)))
     real = whole_file.replace
 
@@ -109,7 +109,7 @@ def test_a_blind_writer_that_is_killed_right_after_it_replaced_the_file_takes_no
 def test_the_ways_of_breaking_locks_break_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, locks: record_locks.Locks
 ) -> None:
-    monkeypatch.setattr(lock_file, "_try", lock_file._try)
+    monkeypatch.setattr(lock_file, "FileLock", lock_file.FileLock)
     monkeypatch.setattr(RecordFile, "_lock", RecordFile._lock)
     file = RecordFile(tmp_path / "h200.json")
     with lock_file.hold(file._lock, 0) as first:
