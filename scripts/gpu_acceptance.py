@@ -191,6 +191,9 @@ def first_server(run: Run) -> None:
         after = run.observed()
         live = run.live() or live
         server.generate(prompts(), 16)
+        told = [s.get("moe_autotune") for s in server.get("/server_info").get("internal_states", [])]
+        run.findings["server_info"] = told
+        run.check("/server_info shows the plugin", any(told), json.dumps(told)[:160])
         log = server.text()
         pids = {before["pid"]}
         report_learning(run, live, before, after, log)

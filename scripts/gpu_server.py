@@ -127,6 +127,11 @@ class Server:
         except ValueError:
             return text
 
+    def get(self, path: str, timeout_s: float = 30.0) -> Any:
+        """GET JSON."""
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}{path}", timeout=timeout_s) as answer:
+            return json.loads(answer.read())
+
     def generate(self, tokens: list[int] | list[list[int]], new_tokens: int) -> Any:
         """Greedy completion of one prompt or a batch of them, given as token ids."""
         parameters = {"max_new_tokens": new_tokens, "temperature": 0.0, "ignore_eos": True}
