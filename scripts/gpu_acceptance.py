@@ -5,15 +5,13 @@
 
 Run it with an interpreter that has SGLang and this package installed. Three servers, one after the other:
 (1) cold, with the plugin: serves at once, learns while idle; (2) without the plugin, on the exported files;
-(3) with the plugin and its store; (2) and (3) start side by side. Served kernels are read from SGLang's own profiler
-in (1) and (3).
+(3) with the plugin and its store. Served kernels are read from SGLang's own profiler in (1) and (3).
 """
 
 from __future__ import annotations
 
 import argparse
 import collections
-import concurrent.futures
 import gzip
 import json
 import os
@@ -75,10 +73,10 @@ class Run:
         self.checks.append((name, ok, told))
         print(f"[{'ok' if ok else 'FAIL'}] {name}: {told}", flush=True)
 
-    def serve(self, name: str, *more: str, **environ: str) -> Server:
-        """Start a server whose name begins with its number; ``more``: flags of this one alone."""
+    def serve(self, name: str, **environ: str) -> Server:
+        """Start a server whose name begins with its number."""
         print(f"--- starting server {name}", flush=True)
-        flags = (*self.options.flags, *more)
+        flags = tuple(self.options.flags)
         port = self.options.port + int(name[0])
         server = Server(self.folder, port, self.out / f"server_{name}.log", {**self.environ, **environ}, flags)
         self.findings.setdefault("started_s", {})[name] = round(server.started_s, 1)
@@ -284,34 +282,27 @@ def watch(run: Run) -> None:
 
 
 def later_servers(run: Run) -> None:
-    """Export, then a stock server on the files and a warm one with the plugin, started side by side."""
+    """Export, then a stock server on the files, then a warm one with the plugin."""
     export = run.work / "export"
     command = [sys.executable, "-m", "sglang_moe_autotune.cli", "export", str(export), "--dir", str(run.work / "store")]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     run.check("(d) export", done.returncode == 0, (done.stderr or done.stdout).strip()[-300:])
     for file in export.rglob("*.json"):
         shutil.copy(file, run.out / f"export_{'down' if file.stem.endswith('_down') else 'up'}.json")
-    share = ("--mem-fraction-static", "0.4")
-    stock = {"SGLANG_MOE_CONFIG_DIR": str(export), "SGLANG_PLUGINS": "acceptance_probe"}
-    stock["ACCEPTANCE_PROBE"] = str(run.work / "probe_stock.json")
-    with concurrent.futures.ThreadPoolExecutor(2) as pool:
-        second = pool.submit(run.serve, "2_exported", *share, **stock)
-        third = pool.submit(run.serve, "3_warm", *share, SGLANG_MOE_AUTOTUNE_MODE="read-only")
-    with third.result() as warm:
-        with second.result() as server:
-            run.findings["tokens_exported"] = tokens_of(server.generate(prompts(), 16))
-            log = server.text()
-        used, plugged = log.count("Using MoE kernel config from"), "MoE autotune" in log
-        told = f"{used} x 'Using MoE kernel config from'"
-        run.check("(d) stock SGLang reads the export", used > 0 and not plugged, told)
-        third_server(run, warm)
+    with run.serve("2_exported", SGLANG_MOE_CONFIG_DIR=str(export), SGLANG_PLUGINS="acceptance_probe") as server:
+        run.findings["tokens_exported"] = tokens_of(server.generate(prompts(), 16))
+        log = server.text()
+    used, plugged = log.count("Using MoE kernel config from"), "MoE autotune" in log
+    run.check("(d) stock SGLang reads the export", used > 0 and not plugged, f"{used} x 'Using MoE kernel config from'")
+    third_server(run)
 
 
-def third_server(run: Run, server: Server) -> None:
-    run.findings["tokens_learned"] = tokens_of(server.generate(prompts(), 16))
-    run.findings["served_learned"] = profile(server, run.work / "profile_3")
-    time.sleep(4.0)
-    live, seen, log = run.live(), run.observed(), server.text()
+def third_server(run: Run) -> None:
+    with run.serve("3_warm", SGLANG_MOE_AUTOTUNE_MODE="read-only") as server:
+        run.findings["tokens_learned"] = tokens_of(server.generate(prompts(), 16))
+        run.findings["served_learned"] = profile(server, run.work / "profile_3")
+        time.sleep(4.0)
+        live, seen, log = run.live(), run.observed(), server.text()
     started = [x for x in log.splitlines() if "MoE autotune" in x and "learned rows" in x]
     hits = live.rows if live is not None else 0
     told = started[0][-160:] if started else "no start line in the log"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -86,3 +87,16 @@ def test_pages_are_short() -> None:
 def test_the_changelog_names_the_version_or_what_is_not_released() -> None:
     headings = re.findall(r"^## (\S+)", text("CHANGELOG.md"), re.MULTILINE)
     assert headings[0] in ("Unreleased", sglang_moe_autotune.__version__)
+
+
+def test_the_measured_tables_are_the_recorded_figures() -> None:
+    recorded = {row["M"]: row for row in json.loads(text("docs/h200_acceptance.json"))["rows"]}
+    first = re.findall(r"^\| (\d+) \| (\d+) \| (\d+) \| ([\d.]+) % \|", text("README.md"), re.MULTILINE)
+    whole = re.findall(r"^\| (\d+) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) % \| -?[\d.]+ to", text("docs/measured.md"), re.M)
+    assert len(first) >= 5
+    assert len(whole) == sum(row["verdict"] == "faster" for row in recorded.values())
+    for m, heuristic, learned, gain in [*first, *whole]:
+        row = recorded[int(m)]
+        assert abs(float(heuristic) - row["baseline_us"]) <= 0.51
+        assert abs(float(learned) - row["chosen_us"]) <= 0.51
+        assert abs(float(gain) - 100 * row["gain"]) <= 0.051
