@@ -92,11 +92,12 @@ def test_the_changelog_names_the_version_or_what_is_not_released() -> None:
 def test_the_measured_tables_are_the_recorded_figures() -> None:
     recorded = {row["M"]: row for row in json.loads(text("docs/h200_acceptance.json"))["rows"]}
     first = re.findall(r"^\| (\d+) \| (\d+) \| (\d+) \| ([\d.]+) % \|", text("README.md"), re.MULTILINE)
-    whole = re.findall(r"^\| (\d+) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) % \| -?[\d.]+ to", text("docs/measured.md"), re.M)
+    row = re.compile(r"^\| (\d+) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) % \| -?[\d.]+ to", re.MULTILINE)
+    whole = row.findall(text("docs/measured.md"))
     assert len(first) >= 5
-    assert len(whole) == sum(row["verdict"] == "faster" for row in recorded.values())
+    assert len(whole) == sum(r["verdict"] == "faster" for r in recorded.values())
     for m, heuristic, learned, gain in [*first, *whole]:
-        row = recorded[int(m)]
-        assert abs(float(heuristic) - row["baseline_us"]) <= 0.51
-        assert abs(float(learned) - row["chosen_us"]) <= 0.51
-        assert abs(float(gain) - 100 * row["gain"]) <= 0.051
+        figures = recorded[int(m)]
+        assert abs(float(heuristic) - figures["baseline_us"]) <= 0.51
+        assert abs(float(learned) - figures["chosen_us"]) <= 0.51
+        assert abs(float(gain) - 100 * figures["gain"]) <= 0.051
