@@ -19,6 +19,7 @@ Key = tuple[MoeShape, int]
 
 _NEVER: Final = float("inf")
 _LONGEST_WAIT_S: Final = 3600.0
+_ASKED_AT_ONCE: Final = 4
 
 
 class Deferral(msgspec.Struct, frozen=True):
@@ -65,6 +66,7 @@ class Agenda:
         self._heat: dict[Key, int] = {}
         self._closed: set[Key] = set()
         self._rest_until_s = {False: 0.0, True: 0.0}
+        self._asked = 0
 
     def add(self, shape: MoeShape, M: int, baseline: ConfigPair) -> None:  # noqa: N803
         """Queue an M, unless it is known here, closed, or a stored record holds against the same baseline."""
@@ -129,11 +131,19 @@ class Agenda:
     def next_entry(self, now_s: float, again: Callable[[Entry], bool], *, deep_idle: bool) -> Entry | None:
         """The hottest without an answer; when there is none, a settled one for which ``again`` holds."""
         found = [e for e in self._in_state("queued") if self._ripe(e, now_s, deep_idle=deep_idle)]
-        if not found and all(e.key in self.deferred for e in self._in_state("queued")):
-            settled = self._in_state("settled")
-            found = [e for e in settled if again(e) and self._ripe(e, now_s, deep_idle=deep_idle)]
         if found:
             return min(found, key=self._order)
+        if all(e.key in self.deferred for e in self._in_state("queued")):
+            settled = [e for e in self._in_state("settled") if self._ripe(e, now_s, deep_idle=deep_idle)]
+            settled.sort(key=self._order)
+            few = settled[self._asked : self._asked + _ASKED_AT_ONCE]
+            if (first := next((e for e in few if again(e)), None)) is not None:
+                self._asked = 0
+                return first
+            self._asked += _ASKED_AT_ONCE
+            if self._asked < len(settled):
+                return None  # ``again`` compares with all other M: the rest is asked in later passes
+            self._asked = 0
         times = (d.retry_at_s for key, d in self.deferred.items() if deep_idle or not self.entries[key].long)
         self._rest_until_s[deep_idle] = min((t for t in times if t > now_s), default=_NEVER)
         return None

@@ -73,7 +73,7 @@ class Bench(Protocol):
 
 
 class BenchmarkProvider(Protocol):
-    """The seam to the device. ``benchmark`` is the real one, ``landscape`` replays a recording."""
+    """The seam to the device. ``benchmark`` is the real one, ``replay`` plays back a recording."""
 
     def open(self, shape: MoeShape, M: int, baseline: ConfigPair) -> Bench | str:  # noqa: N803
         """A bench, or the reason why this M cannot be tuned now (no memory, no live layer, ...)."""

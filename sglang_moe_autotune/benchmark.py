@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import statistics
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -13,20 +12,20 @@ from sglang_moe_autotune import correctness, launch
 from sglang_moe_autotune.bench import Bench, Comparison, Declined, Readiness, Sample
 from sglang_moe_autotune.layers import LiveLayer, gemm_call, quant_info
 from sglang_moe_autotune.scratch import FLUSH_BYTES, Align, Scratch, scratch_bytes
+from sglang_moe_autotune.search_space import AXES
 from sglang_moe_autotune.shapes import GEMMS, ConfigPair, Gemm, KernelConfig, MoeShape
-from sglang_moe_autotune.timing import PairTimer, Thunk
+from sglang_moe_autotune.timing import PairTimer, Rotation, Side, clocked
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from sglang_moe_autotune.compiler import Compiler
 
-logger = logging.getLogger(__name__)
-
 _SLOT_ROUTINGS = ("uniform", "uniform-2", "skewed", "uniform-3")
+_NO_MEMORY = "the scratch memory was not there after all"
+_MAX_LAYERS = 8
 _HOPELESS = 3.0
 """A first launch this many times the baseline's is told to the search; less may be the cold start of a binary."""
-_BLOCK_SIZES_M = (16, 32, 64, 128, 256)
 _REFUSALS = (TritonError, RuntimeError, OSError, ValueError, KeyError, AssertionError, TypeError)
 """what Triton's cache, its launcher and the driver raise for a candidate that is impossible or damaged"""
 
@@ -48,7 +47,8 @@ class _Candidate(NamedTuple):
 
     binary: launch.Binary
     launches: list[launch.Launch]
-    bound: list[tuple[Any, ...]]
+    table: list[list[tuple[Any, ...]]]
+    """the kernel's arguments by routing and layer"""
 
 
 class DeviceProvider:
@@ -65,13 +65,17 @@ class DeviceProvider:
         self.peak_scratch_bytes = 0
 
     def open(self, shape: MoeShape, M: int, baseline: ConfigPair) -> Bench | str:  # noqa: N803
+        if shape.dtype is not None or "fused-swiglu" in shape.variant:
+            # Each launch quantises its activations anew, and a fused epilogue writes other columns: neither was
+            # shown on a GPU, and the scratch does not count them.
+            return "only bf16 and fp16 layers without a fused epilogue are tuned yet"
         self.compiler.recover()
         layers = self.serving.layers(shape)
         if not layers:
             return "no live layer of this shape"
         for block in {baseline.up.BLOCK_SIZE_M, baseline.down.BLOCK_SIZE_M}:
-            if block not in _BLOCK_SIZES_M:
-                return f"SGLang's own BLOCK_SIZE_M of {block} is not one of {_BLOCK_SIZES_M}"
+            if block not in AXES["BLOCK_SIZE_M"]:
+                return f"SGLang's own BLOCK_SIZE_M of {block} is not one of {AXES['BLOCK_SIZE_M']}"
         need = scratch_bytes(shape, M, flush=len(layers) == 1)
         free, _ = torch.cuda.mem_get_info()
         if need > free - self.reserve_bytes:
@@ -83,7 +87,7 @@ class DeviceProvider:
 
 
 class DeviceBench:
-    """One (shape, M) on the GPU; see ``tuner.Bench`` for the contract."""
+    """One (shape, M) on the GPU; see ``bench.Bench`` for the contract."""
 
     def __init__(
         self, provider: DeviceProvider, shape: MoeShape, M: int, baseline: ConfigPair, layers: Sequence[LiveLayer]  # noqa: N803
@@ -98,8 +102,6 @@ class DeviceBench:
         self._setup: Iterator[None] | None = self._set_up()
         self._device_us = 0.0
 
-    # -- the contract -----------------------------------------------------------------------------------------
-
     def prepare(self) -> bool:
         if self._setup is None:
             return True
@@ -107,6 +109,8 @@ class DeviceBench:
             next(self._setup)
         except StopIteration:
             self._setup = None
+        except torch.OutOfMemoryError as error:
+            raise Declined(_NO_MEMORY) from error
         torch.cuda.current_stream().synchronize()
         return self._setup is None
 
@@ -131,10 +135,10 @@ class DeviceBench:
         if isinstance(self._candidate(gemm, config), str):
             return []
         incumbent = self._baseline.of(gemm)
-        thunks = self._thunks(gemm, config), self._thunks(gemm, incumbent, other=True)
+        sides = self._side(gemm, config), self._side(gemm, incumbent)
         expected = self._expected_us.get((gemm, config), float("inf")), self._expected_us[gemm, incumbent]
         try:
-            timed = self._provider.timer.time(*thunks, expected, count, self._provider.slice_us)
+            timed = self._provider.timer.time(*sides, self._rotation, expected, count, self._provider.slice_us)
         except _REFUSALS as error:
             torch.cuda.current_stream().synchronize()  # raises where the device is lost: then nothing helps
             self._candidates[gemm, config] = f"cannot be launched: {type(error).__name__}: {error}"
@@ -155,7 +159,8 @@ class DeviceBench:
     def compare(self, pair: ConfigPair, case: int) -> Comparison | None:
         if self._comparing is None or self._comparing[:2] != (pair, case):
             self._comparing = (pair, case, self._compare_steps(pair, correctness.ROUTINGS[case]))
-        error = self._clocked(lambda: next(self._comparing[2]))  # type: ignore[index]
+        error, device_us = clocked(self._comparing[2].__next__)
+        self._device_us += device_us
         if error is None:
             return None
         self._comparing = None
@@ -193,10 +198,7 @@ class DeviceBench:
     def _set_up(self) -> Iterator[None]:
         provider = self._provider
         flush = len(self._layers) == 1
-        try:
-            scratch = Scratch(self._shape, self._M, provider.serving.align, self._local_share(), flush=flush)
-        except torch.OutOfMemoryError as error:
-            raise Declined("the scratch memory was not there after all") from error
+        scratch = Scratch(self._shape, self._M, provider.serving.align, self._local_share(), flush=flush)
         self._scratch = scratch
         provider.scratch_bytes = scratch.taken_bytes
         provider.peak_scratch_bytes = max(provider.peak_scratch_bytes, provider.scratch_bytes)
@@ -214,8 +216,8 @@ class DeviceBench:
             self._load(gemm, config)
             # The first launch of all tells how long this M takes; the second one is warm.
             for _ in range(2):
-                thunks = self._thunks(gemm, config), self._thunks(gemm, config, other=True)
-                timed = provider.timer.time(*thunks, (float("inf"), 1e3), 1, provider.slice_us)
+                side = self._side(gemm, config)
+                timed = provider.timer.time(side, side, self._rotation, (float("inf"), 1e3), 1, provider.slice_us)
                 self._device_us += timed.device_us
                 if timed.samples:
                     self._expected_us[gemm, config] = timed.samples[0].baseline_us
@@ -226,12 +228,10 @@ class DeviceBench:
         experts, local = getattr(config, "num_experts", None), getattr(config, "num_local_experts", None)
         return local / experts if self._shape.ep and experts and local else 1.0
 
-    # -- launches ---------------------------------------------------------------------------------------------
-
     @property
     def scratch(self) -> Scratch:
         """The buffers; there from the first step of the set-up on."""
-        assert self._scratch is not None  # noqa: S101 - nothing is asked of a bench before ``prepare``
+        assert self._scratch is not None  # noqa: S101 - for the type checker
         return self._scratch
 
     def _call(
@@ -254,23 +254,22 @@ class DeviceBench:
         place = (gemm, config)
         if place not in self._candidates:
             try:
-                routings = list(enumerate(_SLOT_ROUTINGS))
-                launches = [self._record(gemm, config, s, r) for s, r in routings]
-                if config == self._baseline.of(gemm):
-                    launches += [self._record(gemm, config, s + 1, r) for s, r in routings]
+                launches = [self._record(gemm, config, 0, routing) for routing in _SLOT_ROUTINGS]
                 binaries = [launch.binary_of(made, self._device) for made in launches]
+            except torch.OutOfMemoryError as error:  # a RuntimeError that says nothing about the candidate
+                raise Declined(_NO_MEMORY) from error
             except _REFUSALS as error:
                 self._candidates[place] = f"SGLang refuses this launch: {type(error).__name__}: {error}"
             else:
-                if len({b.hash for b in binaries}) > 1:
-                    raise Declined("the layers of this shape do not share one binary: their weights are aligned unlike")
-                self._candidates[place] = _Candidate(binaries[0], launches, [b.bound for b in binaries])
+                swaps = self._swaps(gemm)
+                table = [[launch.rebind(b.bound, swap) for swap in swaps] for b in binaries]
+                self._candidates[place] = _Candidate(binaries[0], launches, table)
         return self._candidates[place]
 
     def _load(self, gemm: Gemm, config: KernelConfig) -> None:
         """Make the binary launchable. Raises one of ``_REFUSALS`` where the disk or the driver refuses it."""
         candidate = self._candidate(gemm, config)
-        assert not isinstance(candidate, str)  # noqa: S101 - only ready configs are measured
+        assert not isinstance(candidate, str)  # noqa: S101 - for the type checker
         kernels, name = self._provider.kernels, candidate.binary.hash
         if name in kernels:
             return
@@ -279,34 +278,44 @@ class DeviceBench:
         kernel._init_handles()
         kernels[name] = kernel
 
-    def _thunks(self, gemm: Gemm, config: KernelConfig, *, other: bool = False) -> list[Thunk]:
-        """One launch a slot. ``other``: the same routings on the layer beside, for the side that is compared
-        with; on the same layer each would find weights in the L2 cache that the other has just loaded."""
+    def _swaps(self, gemm: Gemm) -> list[dict[int, torch.Tensor]]:
+        """For each layer of the rotation: its weights by the identity of the first layer's, which were recorded."""
+        operands = []
+        for layer in self._layers[:_MAX_LAYERS]:
+            if (quant := quant_info(layer.module)) is None:
+                raise Declined("a layer's weights are not on the GPU now")
+            up = gemm == "up"
+            operands.append((quant.w13_weight if up else quant.w2_weight, quant.b13 if up else quant.b2))
+        first = operands[0]
+        for these in operands:
+            for mine, theirs in zip(first, these, strict=True):
+                if mine is not None and mine.data_ptr() % 16 != theirs.data_ptr() % 16:
+                    raise Declined("the layers of this shape do not share one binary: their weights are aligned unlike")
+        return [{id(a): b for a, b in zip(first, these, strict=True) if a is not None} for these in operands]
+
+    @property
+    def _rotation(self) -> Rotation:
+        return Rotation(len(_SLOT_ROUTINGS), min(len(self._layers), _MAX_LAYERS))
+
+    def _side(self, gemm: Gemm, config: KernelConfig) -> Side:
+        """Launches of a loaded config, by routing and layer."""
         candidate = self._candidate(gemm, config)
-        assert not isinstance(candidate, str)  # noqa: S101 - as above
-        slots = len(_SLOT_ROUTINGS)
-        bound = candidate.bound[slots:] if other else candidate.bound[:slots]
-        thunks = [self._thunk(candidate, arguments) for arguments in bound]
-        return thunks if len(self._layers) > 1 else [self._after_flush(thunk) for thunk in thunks]
-
-    def _after_flush(self, thunk: Thunk) -> Thunk:
-        """A model with one layer of a shape has no other weights: push them out of the L2 cache by hand. The
-        time of that counts on both sides, so gains look smaller than they are."""
-        flush = self.scratch.reference.view(torch.uint8)[:FLUSH_BYTES]
-
-        def flushed() -> None:
-            flush.zero_()
-            thunk()
-
-        return flushed
-
-    def _thunk(self, candidate: _Candidate, bound: tuple[Any, ...]) -> Thunk:
+        assert not isinstance(candidate, str)  # noqa: S101 - for the type checker
         grid = (*candidate.launches[0].grid, 1, 1)[:3]
         run = self._provider.kernels[candidate.binary.hash][grid]
         stream = torch.cuda.current_stream().cuda_stream
-        return lambda: run(*bound, stream=stream)
+        table = candidate.table
+        if len(self._layers) > 1:
+            return lambda routing, layer: run(*table[routing][layer], stream=stream)
+        # A model with one layer of a shape has no other weights: they are pushed out of the L2 cache by hand. The
+        # time of that counts on both sides, so gains look smaller than they are.
+        flush = self.scratch.reference.view(torch.uint8)[:FLUSH_BYTES]
 
-    # -- comparison -------------------------------------------------------------------------------------------
+        def flushed(routing: int, layer: int) -> None:
+            flush.zero_()
+            run(*table[routing][layer], stream=stream)
+
+        return flushed
 
     def _compare_steps(self, pair: ConfigPair, routing: str) -> Iterator[float | None]:
         """One launch or one reduction a step; at the end the largest error of both GEMMs."""
@@ -320,7 +329,8 @@ class DeviceBench:
                 self._run_once(gemm, pair.of(gemm), slot, routing, output)
                 yield None
                 views = self.scratch.view(gemm, output), self.scratch.view(gemm, reference)
-                worst = max(worst, float(correctness.row_error(*views)))
+                with self.scratch.allocating():
+                    worst = max(worst, float(correctness.row_error(*views)))
                 yield None
         yield worst
 
@@ -333,12 +343,3 @@ class DeviceBench:
             raise Declined(f"the {gemm} launch of routing {routing} needs another binary than the one measured")
         correctness.poison(self.scratch.view(gemm, output))
         kernel[(*made.grid, 1, 1)[:3]](*binary.bound)
-
-    def _clocked(self, step: Callable[[], float | None]) -> float | None:
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        result = step()
-        end.record()
-        end.synchronize()
-        self._device_us += begin.elapsed_time(end) * 1e3
-        return result

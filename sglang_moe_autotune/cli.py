@@ -24,6 +24,7 @@ from sglang_moe_autotune import (
     selection,
     shell,
     summary,
+    trials,
     watch,
 )
 from sglang_moe_autotune.selection import NothingFound, Unusable
@@ -210,8 +211,9 @@ def report_command(output: Path | None, folder: Path | None, environment: str | 
 
     It loads nothing from a network. With --json the figures behind the plots are printed in its place.
     """
-    files = selection.opened(shell.root(folder), environment)
-    pages = [figures.gather(file.title, file.contents) for file in files]
+    root = shell.root(folder)
+    files = selection.opened(root, environment)
+    pages = [figures.gather(f.title, f.contents, trials.read(root, f.contents.environment)) for f in files]
     if not any(page.shapes for page in pages):
         raise NothingFound("no shape is stored yet: let a server run with the plugin")
     if as_json:

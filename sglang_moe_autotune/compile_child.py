@@ -14,6 +14,7 @@ import multiprocessing
 import os
 import signal
 import sys
+import threading
 import time
 import warnings
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -22,6 +23,8 @@ from types import SimpleNamespace
 from typing import Any
 
 _PR_SET_PDEATHSIG = 1
+_MAX_DEATHS = 3
+"""of workers, with nothing compiled in between: from then on it is taken for a fault of this machine"""
 
 
 def die_with_parent(parent: int) -> None:
@@ -101,19 +104,27 @@ def main() -> None:
     warnings.simplefilter("ignore")
     context = multiprocessing.get_context("fork")
     pool: ProcessPoolExecutor | None = None
+    # A worker that dies fails every order that the pool holds, begun or not: it holds no more than it works on.
+    free = threading.Semaphore(processes)
+    deaths = 0
     for line in sys.stdin:
+        free.acquire()
         order = json.loads(line)
         if pool is None:
             _get_ready(order)
             pool = ProcessPoolExecutor(processes, context, _start_worker, (os.getpid(),))
 
         def answer(future: Future[dict[str, Any]], order: dict[str, Any] = order) -> None:
+            nonlocal deaths
             failure = future.exception()
+            deaths = deaths + 1 if failure is not None else 0
             if failure is None:
                 result = future.result()
             else:
                 result = {"hash": order["hash"], "ok": False, "error": f"the compiler died on it: {failure}"}
+                result["fault"] = deaths >= _MAX_DEATHS
             answers.write(json.dumps(result) + "\n")
+            free.release()
 
         try:
             future = pool.submit(build, order)

@@ -9,6 +9,7 @@ import logging
 import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sglang_moe_autotune import launch
@@ -113,7 +114,10 @@ class Compiler:
             return
         *lines, self._received = (self._received + received).split(b"\n")
         for line in lines:
-            self._take(json.loads(line))
+            try:
+                self._take(json.loads(line))
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
+                self._fault = f"the compile process does not answer in its own words: {error}"
 
     def close(self) -> None:
         """End the compile process that this object started."""
@@ -142,8 +146,22 @@ class Compiler:
     def _start(self) -> None:
         # An empty CUDA_VISIBLE_DEVICES keeps the child from making a context, which would take device memory.
         environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
+        # The child imports from where this process does, and not from whatever lies in the working directory.
+        environment["PYTHONPATH"] = os.pathsep.join(str(Path(p or ".").absolute()) for p in sys.path)
+        environment["PYTHONSAFEPATH"] = "1"
         command = [sys.executable, "-m", "sglang_moe_autotune.compile_child", str(os.getpid()), str(self._processes)]
-        self._child = subprocess.Popen(  # noqa: S603 - our own module under our own interpreter
+        try:
+            self._child = self._spawn(command, environment)
+        except OSError as error:  # no process, no descriptor or no memory to be had now
+            self._fault = f"the compile process cannot be started: {error}"
+            return
+        for pipe in (self._child.stdin, self._child.stdout):
+            assert pipe is not None  # noqa: S101 - both were asked for
+            os.set_blocking(pipe.fileno(), False)
+
+    @staticmethod
+    def _spawn(command: list[str], environment: dict[str, str]) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(  # noqa: S603 - our own module under our own interpreter
             command,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -151,9 +169,6 @@ class Compiler:
             env=environment,
             bufsize=0,
         )
-        for pipe in (self._child.stdin, self._child.stdout):
-            assert pipe is not None  # noqa: S101 - both were asked for
-            os.set_blocking(pipe.fileno(), False)
 
     def _bury(self) -> None:
         """The child is gone: what it was compiling failed, what it had not begun is ordered again."""

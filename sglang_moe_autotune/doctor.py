@@ -21,6 +21,7 @@ from filelock import FileLock, Timeout
 from sglang_moe_autotune import store, targets
 from sglang_moe_autotune.errors import StoreError
 from sglang_moe_autotune.settings import Settings, cache_root
+from sglang_moe_autotune.sglang_json import folder_name
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -119,7 +120,7 @@ def check_triton(version: str | None, root: Path | None) -> Check:
         return Check("triton", "unknown", "not installed in this Python", _HERE)
     if root is None:
         return Check("triton", "ok", version)
-    folder = root / CONFIGS / f"triton_{version.replace('.', '_')}"
+    folder = root / CONFIGS / folder_name(version)
     count = sum(1 for _ in folder.glob("*.json"))
     return Check("triton", "ok", f"{version}; SGLang ships {count or 'no'} config files for it")
 
@@ -212,7 +213,7 @@ def check_config_dir(value: str | None, triton: str | None) -> Check:
         says = f"{configs / odd[0]} is not triton_ and numbers: SGLang raises on the first lookup that misses"
         return Check(name, "fail", says, "move it out of configs/")
     hides = f"{value} is set: SGLang's own configs are hidden"
-    if triton is not None and f"triton_{triton.replace('.', '_')}" not in entries:
+    if triton is not None and folder_name(triton) not in entries:
         hides += f", and there are none for Triton {triton}"
     return Check(name, "warn", hides, f"unset {name} where the plugin runs; it answers from the store")
 

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter
+from itertools import zip_longest
 from typing import TYPE_CHECKING, NamedTuple
 
 from sglang_moe_autotune import summary
 
 if TYPE_CHECKING:
-    from sglang_moe_autotune.records import Contents, Record
+    from collections.abc import Mapping, Sequence
+
+    from sglang_moe_autotune.records import Contents, Record, ShapeNote
     from sglang_moe_autotune.shapes import ConfigPair, MoeShape
+    from sglang_moe_autotune.tuner import Tried
+
+    Trials = Mapping[MoeShape, Mapping[int, Sequence[Tried]]]
 
 
 class ShapeFigures(NamedTuple):
@@ -26,6 +32,10 @@ class ShapeFigures(NamedTuple):
     gpu_s: float
     candidates: int
     """trials measured, over all M"""
+    tried: tuple[tuple[int, tuple[Tried, ...]], ...] = ()
+    """by M, ascending, what was measured there and is still known"""
+    sliced: tuple[int, ...] = ()
+    """M among them, three at most, whose landscape is worth a look: the hottest, and those with the largest gains"""
 
 
 class PageFigures(NamedTuple):
@@ -38,9 +48,10 @@ class PageFigures(NamedTuple):
     """(unix_s, rows that had an answer by then, GPU seconds spent by then)"""
 
 
-def gather(title: str, contents: Contents) -> PageFigures:
-    """Everything that a report shows of one file."""
-    shapes = tuple(_shape(one, contents) for one in summary.summarise(contents.records, contents.notes))
+def gather(title: str, contents: Contents, trials: Trials | None = None) -> PageFigures:
+    """Everything that a report shows of one file; ``trials``: what ``trials.read`` found beside it."""
+    found = summary.summarise(contents.records, contents.notes)
+    shapes = tuple(_shape(one, contents, (trials or {}).get(one.shape, {})) for one in found)
     dated = sorted((r.unix_s, r.evidence.gpu_s) for one in shapes for r in one.measured if r.unix_s > 0)
     history, spent_s = [], 0.0
     for number, (unix_s, gpu_s) in enumerate(dated, 1):
@@ -49,7 +60,7 @@ def gather(title: str, contents: Contents) -> PageFigures:
     return PageFigures(title, contents.environment.kernel_hash, shapes, tuple(history))
 
 
-def _shape(one: summary.ShapeSummary, contents: Contents) -> ShapeFigures:
+def _shape(one: summary.ShapeSummary, contents: Contents, trials: Mapping[int, Sequence[Tried]]) -> ShapeFigures:
     mine = sorted((r for r in contents.records.values() if r.shape == one.shape), key=lambda r: r.M)
     measured = tuple(r for r in mine if r.source not in summary.GIVEN)
     chosen: dict[ConfigPair, list[int]] = {}
@@ -65,4 +76,15 @@ def _shape(one: summary.ShapeSummary, contents: Contents) -> ShapeFigures:
         tuple((pair, tuple(chosen[pair])) for pair, _ in count.most_common()),
         sum(r.evidence.gpu_s for r in measured),
         sum(r.evidence.measured for r in measured),
+        tuple((m, tuple(rows)) for m, rows in sorted(trials.items()) if rows),
+        _sliced([m for m, rows in trials.items() if rows], contents.notes.get(one.shape), measured),
     )
+
+
+def _sliced(ms: Sequence[int], note: ShapeNote | None, measured: Sequence[Record]) -> tuple[int, ...]:
+    served = {} if note is None else note.served
+    gains = {r.M: r.evidence.gain for r in measured if r.verdict == "faster"}
+    hottest = sorted((m for m in ms if served.get(m)), key=lambda m: (-served[m], m))
+    best = sorted(ms, key=lambda m: (-gains.get(m, 0.0), m))
+    turns = (m for both in zip_longest(hottest, best) for m in both if m is not None)
+    return tuple(sorted(list(dict.fromkeys(turns))[:3]))

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Final, Literal
 
 import msgspec
 
+from sglang_moe_autotune.bench import Declined
 from sglang_moe_autotune.decision import Estimate, PairedTest
 from sglang_moe_autotune.records import Evidence
 from sglang_moe_autotune.search import Search, SearchOptions
@@ -112,6 +113,7 @@ class Job:
         self._bench, self._experience, self._prior = bench, experience, prior
         self._options, self._clock = options, clock
         self._allowance = allowance
+        self._tried, self._why = False, ""
 
     def steps(self) -> Steps:
         """One bench call at most between two yields."""
@@ -132,6 +134,8 @@ class Job:
         )
         self.phase = "searching"
         yield from self._race(search)
+        if self._tried and not search.measured:
+            raise Declined(f"none of its candidates could be measured; {self._why or 'all measurements were dirty'}")
         self.outcome = Outcome(self.baseline, _NO_GAIN, search.baseline_us, 0, search.measured)
         for pair, _ in search.ranked(self._options.pairs):
             if pair == self.baseline:
@@ -147,6 +151,7 @@ class Job:
             wanted = search.ask()
             if search.done:
                 return
+            self._tried = self._tried or bool(wanted)
             if not wanted:
                 yield "worked"
             waiting = deque(wanted)
@@ -169,7 +174,8 @@ class Job:
                         continue
                     fruitless, moved_s = 0, self._clock()
                     if state == "failed":
-                        search.fail(trial, self._bench.reason(*trial))
+                        self._why = self._bench.reason(*trial)
+                        search.fail(trial, self._why)
                         yield "worked"
                         continue
                     ready.add(trial)
@@ -246,6 +252,8 @@ class Job:
                     dirty = 0 if samples else dirty + 1
                     test.add(**{gemm: samples})
                     yield "worked"
+        if test.outcome == "undecided":
+            raise Declined("its measurements stayed dirty: something else keeps this GPU busy")
         return test
 
     def _note_tie(self, test: PairedTest, measured: int) -> None:

@@ -118,6 +118,11 @@ def binary_of(launch: Launch, device: int) -> Binary:
     return Binary(source, target, options, cache_hash(source, target, options), tuple(bound.values()))
 
 
+def rebind(bound: tuple[Any, ...], swap: dict[int, Any]) -> tuple[Any, ...]:
+    """The arguments of a launch with some tensors, named by their identity, replaced."""
+    return tuple(swap.get(id(value), value) for value in bound)
+
+
 def cache_hash(source: ASTSource, target: Any, options: Any) -> str:
     """The name of the folder that ``triton.compile`` would use for this source."""
     key = get_cache_key(source, make_backend(target), options, env_vars=get_cache_invalidating_env_vars())

@@ -10,14 +10,14 @@ from sglang_moe_autotune.lookup import CallKey
 from sglang_moe_autotune.shapes import ActivationDtype, Gemm, MoeShape
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
 _ACTIVATION_DTYPES: dict[torch.dtype, ActivationDtype] = {
     torch.bfloat16: "bfloat16",
     torch.float16: "float16",
     torch.float32: "float32",
 }
-_QUANT_FLAGS = ("use_fp8_w8a8", "use_int8_w8a8", "use_int8_w8a16", "use_int4_w4a16")
+_QUANT_FLAGS = ("use_fp8_w8a8", "use_int8_w8a8", "use_int4_w4a16", "use_int8_w8a16")
 
 
 class LiveLayer(NamedTuple):
@@ -30,12 +30,55 @@ class LiveLayer(NamedTuple):
     ep: bool
     variant: tuple[str, ...]
 
+    def makes(self, key: CallKey) -> bool:
+        """Is this a lookup that this layer makes, whatever top_k it has?"""
+        return self.key == key._replace(top_k=self.key.top_k)
+
     def shape(self, key: CallKey) -> MoeShape:
         """The shape for a lookup of this layer; ``key`` knows the top_k of the call."""
         return MoeShape(
             key.w1_shape, key.w2_shape, key.top_k, key.dtype, key.block_shape, key.per_channel_quant,
             self.activation_dtype, self.ep, self.variant,
         )  # fmt: skip
+
+
+class LiveLayers:
+    """All layers of the models of this process, and which shape a lookup stands for."""
+
+    def __init__(self) -> None:
+        self._layers: list[LiveLayer] = []
+        self._shapes: dict[CallKey, MoeShape | None] = {}
+
+    def __len__(self) -> int:
+        return len(self._layers)
+
+    def add(self, layers: Iterable[LiveLayer]) -> None:
+        self._layers += layers
+        self._shapes.clear()
+
+    @property
+    def keys(self) -> frozenset[CallKey]:
+        """The unlike calls that these layers make."""
+        return frozenset(layer.key for layer in self._layers)
+
+    def shape_of(self, key: CallKey) -> MoeShape | None:
+        """The shape of a call; None where no layer makes it, or layers of unlike kinds share it."""
+        if key not in self._shapes:
+            shapes = {layer.shape(key) for layer in self._layers if layer.makes(key)}
+            self._shapes[key] = shapes.pop() if len(shapes) == 1 else None
+        return self._shapes[key]
+
+    def of(self, shape: MoeShape) -> list[LiveLayer]:
+        """The layers of a shape."""
+        key = call_key(shape)
+        return [layer for layer in self._layers if layer.makes(key) and layer.shape(key) == shape]
+
+
+def call_key(shape: MoeShape) -> CallKey:
+    """What the config lookup is told about a layer of this shape."""
+    return CallKey(
+        shape.w1_shape, shape.w2_shape, shape.top_k, shape.dtype, shape.block_shape, shape.per_channel_quant
+    )
 
 
 class Buffers(NamedTuple):
@@ -140,7 +183,7 @@ def gemm_call(
 
 
 def _dtype_selector(quant: Any, activation_dtype: torch.dtype) -> str | None:
-    for flag in ("use_fp8_w8a8", "use_int8_w8a8", "use_int4_w4a16", "use_int8_w8a16"):
+    for flag in _QUANT_FLAGS:
         if getattr(quant, flag):
             return flag.removeprefix("use_")
     return "float32" if activation_dtype == torch.float32 else None

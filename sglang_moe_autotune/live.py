@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
+import logging
 import threading
 import time
 from typing import TYPE_CHECKING
@@ -11,6 +11,8 @@ from sglang_moe_autotune import releases, status
 
 if TYPE_CHECKING:
     from sglang_moe_autotune.serving import Serving
+
+logger = logging.getLogger("sglang.moe_autotune")
 
 _EVERY_S = 3.0
 
@@ -21,13 +23,20 @@ def start(serving: Serving) -> None:
 
 
 def _loop(serving: Serving) -> None:
+    told = False
     while True:
-        # A dict that the serving thread changes while it is read here raises RuntimeError; the next turn succeeds.
-        with contextlib.suppress(RuntimeError):
+        try:
             if serving.root is not None:
                 status.write(serving.root, describe(serving))
             if serving.metrics is not None:
                 serving.metrics.update(serving)
+        except RuntimeError:
+            pass  # a dict that the serving thread changed while it was read here: the next turn succeeds
+        except Exception:
+            # What people see must not end with the first fault; nothing that serves depends on this thread.
+            if not told:
+                logger.exception("MoE autotune could not say how it is; it goes on and tries again.")
+            told = True
         time.sleep(_EVERY_S)
 
 

@@ -48,7 +48,6 @@ class Lookup:
     def __init__(self) -> None:
         self._table: dict[CallKey, dict[int, ConfigPair]] = {}
         self.epoch = 0
-        self.hits = 0
         self.missed: dict[tuple[CallKey, int], int] = {}
         self.seen: list[Missed] = []
         """first misses of a (call, M) since they were last taken; the tuner takes them at its next idle pass"""
@@ -58,7 +57,6 @@ class Lookup:
         rows = self._table.get(key)
         if rows is None or (pair := rows.get(M)) is None:
             return None
-        self.hits += 1
         if not return_down_config:
             return pair.up.to_dict()
         return pair.up.to_dict(), (pair.down.to_dict(), pair.down.BLOCK_SIZE_M)
@@ -71,8 +69,9 @@ class Lookup:
         if count == 0:
             self.seen.append(Missed(key, M, read_answer(answer)))
 
-    def take_seen(self) -> list[Missed]:
-        seen, self.seen = self.seen, []
+    def take_seen(self, most: int) -> list[Missed]:
+        """The oldest first misses that were not taken yet, ``most`` of them."""
+        seen, self.seen = self.seen[:most], self.seen[most:]
         return seen
 
     def rows(self) -> Mapping[CallKey, Mapping[int, ConfigPair]]:

@@ -76,6 +76,17 @@ def upward(low: float, high: float, *, log: bool = False) -> Scale:
     return Scale(low - (air if low < 0 else 0.0), high + air, HEIGHT - _BOTTOM, _TOP)
 
 
+def places(count: int, height: float, *, vertical: bool = False) -> Scale:
+    """An axis with a place for each of the numbers from 0 on, from left to right or from top to bottom."""
+    ends = (_TOP, height - _BOTTOM) if vertical else (_LEFT, WIDTH - _RIGHT)
+    return Scale(-0.5, count - 0.5, *ends)
+
+
+def height_of(rows: int, each: float) -> float:
+    """Of a plot with so many rows."""
+    return rows * each + _TOP + _BOTTOM
+
+
 def across(low: float, high: float) -> Scale:
     """A horizontal axis from the left edge to the right one."""
     return Scale(low, high, _LEFT, WIDTH - _RIGHT)
@@ -98,12 +109,14 @@ class Plot:
         *,
         x_text: Callable[[float], str] = "{:g}".format,
         y_text: Callable[[float], str] = "{:g}".format,
+        lines: bool = True,
     ) -> None:
-        """Grid lines, the texts of the ticks, and the title of the x axis."""
+        """Grid lines (unless something else fills the plot), the texts of the ticks, and the title of the x axis."""
         floor = self._height - _BOTTOM
         for value in y_ticks:
             at = self.y.at(value)
-            self._parts.append(f'<path class="grid" d="M{_LEFT} {at}H{WIDTH - _RIGHT}"/>')
+            if lines:
+                self._parts.append(f'<path class="grid" d="M{_LEFT} {at}H{WIDTH - _RIGHT}"/>')
             self._text(_LEFT - 6, at + 4, y_text(value), "end")
         for value in x_ticks:
             self._text(self.x.at(value), floor + 15, x_text(value), "middle")
@@ -135,8 +148,29 @@ class Plot:
         box = f'x="{at - width / 2}" y="{top}" width="{width}" height="{max(0.5, round(bottom - top, 1))}" rx="1"'
         self._parts.append(f'<rect class="bar {style}" {box}><title>{escape(says)}</title></rect>')
 
-    def _text(self, x: float, y: float, text: str, anchor: str) -> None:
-        self._parts.append(f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(text)}</text>')
+    def rule(self, x: float) -> None:
+        """A vertical line over the whole height, to compare with."""
+        self._parts.append(f'<path class="rule" d="M{self.x.at(x)} {_TOP}V{self._height - _BOTTOM}"/>')
+
+    def strip(self, xs: Iterable[float], y: float, style: str, says: str) -> None:
+        """Many points side by side, as one mark: a page may hold ten thousand of them."""
+        at = self.y.at(y)
+        path = "".join(f"M{x:g} {at:g}h0" for x in sorted({self.x.at(x) for x in xs}))
+        self._parts.append(f'<path class="strip {style}" d="{path}"><title>{escape(says)}</title></path>')
+
+    def cell(self, x: float, y: float, style: str, strength: float, text: str, says: str) -> None:
+        """A cell of a heat map around whole numbers x and y; strength: 0 to 1."""
+        width, height = (abs(axis.at(axis.low + 1) - axis.at(axis.low)) - 2 for axis in (self.x, self.y))
+        left, top = self.x.at(x) - width / 2, self.y.at(y) - height / 2
+        box = f'x="{left:.1f}" y="{top:.1f}" width="{width:.1f}" height="{height:.1f}" rx="3"'
+        opacity = f'fill-opacity="{0.1 + 0.4 * min(1.0, max(0.0, strength)):.2f}"'
+        self._parts.append(f'<rect class="cell {style}" {box} {opacity}><title>{escape(says)}</title></rect>')
+        if width > 8 * len(text):
+            self._text(self.x.at(x), self.y.at(y) + 4, text, "middle", "figure")
+
+    def _text(self, x: float, y: float, text: str, anchor: str, style: str = "") -> None:
+        place = f'x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}"' + (f' class="{style}"' if style else "")
+        self._parts.append(f"<text {place}>{escape(text)}</text>")
 
     @property
     def svg(self) -> str:

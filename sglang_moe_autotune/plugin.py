@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from sglang_moe_autotune import server_info
 from sglang_moe_autotune.lookup import CallKey
 from sglang_moe_autotune.settings import Settings
-from sglang_moe_autotune.targets import BATCH, IDLE, LOAD, LOOKUP, SERVER_INFO, TARGETS, HookTarget
+from sglang_moe_autotune.targets import BATCH, IDLE, LOAD, LOOKUP, REQUESTS, SERVER_INFO, TARGETS, HookTarget
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -54,6 +54,7 @@ _FENCES = {
     IDLE.name: Fence("idle", "nothing is tuned any more, learned rows stay in use"),
     BATCH.name: Fence("batch", "served sizes are no longer counted"),
     LOAD.name: Fence("load", "nothing stored is used and nothing is tuned"),
+    REQUESTS.name: Fence("request", "nothing is tuned any more, learned rows stay in use"),
     SERVER_INFO.name: Fence("server info", "/server_info does not show it any more"),
 }
 
@@ -86,6 +87,7 @@ def register() -> None:
     HookRegistry.register(IDLE.path, on_idle, HookType.AROUND)
     HookRegistry.register(BATCH.path, on_batch, HookType.BEFORE)
     HookRegistry.register(LOAD.path, on_load, HookType.AFTER)
+    HookRegistry.register(REQUESTS.path, on_requests, HookType.BEFORE)
     if _why_unusable(SERVER_INFO) is None:
         HookRegistry.register(SERVER_INFO.path, on_server_info, HookType.AFTER)
 
@@ -142,8 +144,12 @@ def _read_call(
 
 def on_idle(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:
     """AROUND ``Scheduler.maybe_sleep_on_idle``: one slice; SGLang's own sleep only when no work is ready."""
-    if _serving is not None and _FENCES[IDLE.name].call(_serving.idle, scheduler):
-        return None
+    state, fence = _serving, _FENCES[IDLE.name]
+    if state is not None and not _FENCES[REQUESTS.name].broken:
+        if fence.call(state.idle, scheduler):
+            return None
+        if fence.broken:
+            state.stop("tuning ended with a fault; the log has it")
     return original(scheduler, *args, **kwargs)
 
 
@@ -151,6 +157,15 @@ def on_batch(scheduler: Any, batch: Any, *_args: Any, **_kwargs: Any) -> None:
     """BEFORE ``Scheduler.run_batch``: count what is served."""
     if _serving is not None:
         _FENCES[BATCH.name].call(_serving.batch, scheduler, batch)
+
+
+def on_requests(_scheduler: Any, requests: Any, *_args: Any, **_kwargs: Any) -> None:
+    """BEFORE ``Scheduler.process_input_requests``, in every pass: let go of the device before weights move."""
+    state, fence = _serving, _FENCES[REQUESTS.name]
+    if requests and state is not None:
+        fence.call(state.requests, requests)
+        if fence.broken:
+            state.stop("what the engine is told can no longer be followed; the log has it")
 
 
 def on_load(_result: Any, model_runner: Any, *_args: Any, **_kwargs: Any) -> None:
@@ -165,7 +180,13 @@ def on_server_info(result: Any, _scheduler: Any, *_args: Any, **_kwargs: Any) ->
         _FENCES[SERVER_INFO.name].call(server_info.add, result, _serving)
 
 
-_HOOKS: dict[HookTarget, Callable[..., Any]] = {LOOKUP: on_lookup, IDLE: on_idle, BATCH: on_batch, LOAD: on_load}
+_HOOKS: dict[HookTarget, Callable[..., Any]] = {
+    LOOKUP: on_lookup,
+    IDLE: on_idle,
+    BATCH: on_batch,
+    LOAD: on_load,
+    REQUESTS: on_requests,
+}
 
 
 def hooks_in_place() -> dict[str, bool]:

@@ -185,6 +185,7 @@ class RecordFile:
 
 
 def missing(path: Path) -> StoreError:
+    """A file that a command was to read or change is not there."""
     return StoreError(f"{path} does not exist: `sglang-moe-autotune list` shows the files of the store")
 
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import importlib
 import importlib.metadata
 import inspect
 import os
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sglang_moe_autotune.records import Environment, Origin
+from sglang_moe_autotune.sglang_json import folder_name
 from sglang_moe_autotune.targets import LOOKUP
 
 if TYPE_CHECKING:
@@ -25,6 +28,8 @@ TESTED = ("0.5.16", "0.5.23")
 
 _TRITON_UTILS = LOOKUP.module.rpartition(".")[0]
 _HEALTH_PREFIX = "HEALTH_CHECK"
+_DISTURBING = re.compile("Pause|Release|Resume|Weight|LoRA|Flush|Profile|Shutdown")
+"""in the names of SGLang's control requests, which are classes of ``io_struct``"""
 
 
 def version() -> str:
@@ -55,8 +60,13 @@ def padding() -> int:
 
 
 def overridden() -> bool:
-    """Is SGLang's own ``override_config`` active? Called on the hot path: one global read."""
-    return importlib.import_module(_TRITON_UTILS).get_config() is not None
+    """Is SGLang's own ``override_config`` active? Called on the hot path: one call that reads a global."""
+    return _triton_utils().get_config() is not None
+
+
+@functools.cache
+def _triton_utils() -> ModuleType:
+    return importlib.import_module(_TRITON_UTILS)
 
 
 def deterministic() -> bool:
@@ -115,7 +125,7 @@ def origin(shape: MoeShape) -> Origin:
         shape.per_channel_quant,
     )
     folder = configs_folder()
-    if (folder / f"triton_{triton.__version__.replace('.', '_')}" / name).exists():
+    if (folder / folder_name(triton.__version__) / name).exists():
         return "exact"
     try:
         return "fallback" if any((f / name).exists() for f in folder.glob("triton_*")) else "miss"
@@ -194,6 +204,11 @@ def why_not_now(scheduler: Any) -> str:
     if getattr(getattr(scheduler, "profiler_manager", scheduler), "profile_in_progress", False):
         return "the profiler is on"
     return ""
+
+
+def disturbs(requests: Any) -> bool:
+    """Does a received request pause the engine, or move weights, caches or adapters?"""
+    return any(_DISTURBING.search(type(request).__name__) for request in requests)
 
 
 def batch_tokens(scheduler: Any, batch: Any) -> tuple[BatchKind, int] | None:

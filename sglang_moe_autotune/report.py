@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
+import math
 import time
 from html import escape
+from itertools import product
 from typing import TYPE_CHECKING
 
 from sglang_moe_autotune import __version__
-from sglang_moe_autotune.plot import HEIGHT, Plot, Scale, across, tokens, upward
+from sglang_moe_autotune.plot import HEIGHT, Plot, Scale, across, height_of, places, tokens, upward
+from sglang_moe_autotune.shapes import GEMMS
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
     from sglang_moe_autotune.figures import PageFigures, ShapeFigures
     from sglang_moe_autotune.records import Record
+    from sglang_moe_autotune.shapes import Gemm
+    from sglang_moe_autotune.tuner import Tried
 
 _STYLE = """
 :root{color-scheme:light dark;--back:#fff;--card:#f6f7f9;--ink:#1b1f24;--soft:#5c6670;--grid:#dfe3e8;
---stock:#b4590c;--learned:#1769c2;--kept:#8a939c}
+--stock:#b4590c;--learned:#1769c2;--kept:#8a939c;--up:#0b7f78;--down:#8446b8}
 @media(prefers-color-scheme:dark){:root{--back:#14171a;--card:#1d2125;--ink:#e8eaed;--soft:#a2abb4;--grid:#333a41;
---stock:#f0a35c;--learned:#6cb0f5;--kept:#78828c}}
+--stock:#f0a35c;--learned:#6cb0f5;--kept:#78828c;--up:#4cc4bb;--down:#c79bf2}}
 *{box-sizing:border-box}
 body{margin:0 auto;max-width:1080px;padding:20px 16px 40px;background:var(--back);color:var(--ink);
 font:15px/1.5 system-ui,sans-serif}
@@ -39,6 +44,10 @@ svg text{fill:var(--soft);font:11.5px system-ui,sans-serif}
 .key{font-size:13px;color:var(--soft);margin:0 0 4px}.key i{display:inline-block;width:11px;height:11px;
 border-radius:50%;margin:0 4px 0 10px;vertical-align:-1px}.key i:first-child{margin-left:0}
 i.stock{background:var(--stock)}i.learned{background:var(--learned)}i.kept{border:2px solid var(--kept)}
+.strip{fill:none;stroke-width:3.6;stroke-linecap:round;stroke-opacity:.5}.strip.up{stroke:var(--up)}
+.strip.down{stroke:var(--down)}.dot.up{fill:var(--up)}.dot.down{fill:var(--down)}
+.rule{stroke:var(--kept);stroke-dasharray:3 3}.cell.faster{fill:var(--learned)}.cell.slower{fill:var(--stock)}
+.cell.best{stroke:var(--learned);stroke-width:1.6}svg .figure{fill:var(--ink)}h4.part{margin:14px 0 2px}
 details{margin-top:10px}ol{font-size:13px;padding-left:28px;margin:6px 0}
 summary{cursor:pointer;color:var(--soft)}.wide{overflow-x:auto}
 table{border-collapse:collapse;font-size:13px;font-variant-numeric:tabular-nums;margin-top:6px}
@@ -49,6 +58,10 @@ th{color:var(--soft);font-weight:600}.text{text-align:left}
 _UNITS = (("days", 86400.0), ("h", 3600.0), ("min", 60.0))
 _SHOWN = 12
 """distinct configs that are drawn"""
+_STRIPS = 48
+"""M whose trials are drawn"""
+_SLOWEST = 2.5
+"""of the axis of trials, in units of the time of SGLang's own config"""
 
 
 def page(pages: Sequence[PageFigures], now_unix_s: float | None = None) -> str:
@@ -104,8 +117,13 @@ def _shape(one: ShapeFigures) -> Iterator[str]:
         words.append(f"pinned or imported: M = {_listed([r.M for r in one.given])}")
     words.append(f"{one.candidates} trials in {one.gpu_s:.1f} GPU s")
     yield f"<p>{escape('; '.join(words))}.</p>"
-    if not one.measured:
-        return
+    if one.measured:
+        yield from _outcome(one)
+    if one.tried:
+        yield from _tried(one)
+
+
+def _outcome(one: ShapeFigures) -> Iterator[str]:
     figures = [
         _figure("Gain by M, with its interval", _gains(one), learned="faster", kept="kept"),
         _figure("Time of a layer's two GEMMs, us", _times(one), stock="SGLang's own", learned="served"),
@@ -116,6 +134,65 @@ def _shape(one: ShapeFigures) -> Iterator[str]:
         figures.append(_figure(heading, _configs(one), learned="serves this M"))
     figures.append(_figure("GPU seconds by M", _costs(one), learned="faster", kept="kept"))
     yield f'<div class="plots">{"".join(figures)}</div>{_table(one)}'
+
+
+def _tried(one: ShapeFigures) -> Iterator[str]:
+    count = sum(len(rows) for _, rows in one.tried)
+    step = (len(one.tried) - 1) / max(1, _STRIPS - 1)
+    shown = [one.tried[round(n * step)] for n in range(_STRIPS)] if step > 1 else list(one.tried)
+    some = f", of which {len(shown)} are drawn" if len(shown) < len(one.tried) else ""
+    yield (
+        f'<h4 class="part">What was tried</h4><p>{count} measurements of one GEMM under one config, at '
+        f"{len(one.tried)} M{some}. Each is a dot at its time in units of that of SGLang's own config (the dashed "
+        f"line), the fastest one large; what takes {_SLOWEST:g} times as long or more is at the edge.</p>"
+    )
+    figures = [_figure(f"The {gemm} GEMM by M", _strips(one, shown, gemm)) for gemm in GEMMS]
+    for m, rows in one.tried:
+        for gemm in GEMMS if m in one.sliced else ():
+            if mine := [row for row in rows if row.gemm == gemm]:
+                heading = f"M={m}, {gemm}: the best of each tile"
+                figures.append(_figure(heading, _slice(f"{one.shape.slug} at M={m}, {gemm}", mine)))
+    yield f'<div class="plots">{"".join(figures)}</div>'
+
+
+def _strips(one: ShapeFigures, shown: Sequence[tuple[int, Sequence[Tried]]], gemm: Gemm) -> Plot:
+    each = max(9.0, min(24.0, 320 / len(shown)))
+    height = height_of(len(shown), each)
+    ratios = [row.ratio for _, rows in shown for row in rows]
+    x = across(min(0.5, max(0.01, min(ratios))), _SLOWEST)
+    plot = Plot(f"Trials of {one.shape.slug}, {gemm}", x, places(len(shown), height, vertical=True), height)
+    ticks = range(0, len(shown), math.ceil(13 / each))
+    plot.frame(x.ticks(), ticks, "time / SGLang's own", y_text=lambda place: f"{shown[int(place)][0]}")
+    plot.rule(1.0)
+    for place, (m, rows) in enumerate(shown):
+        if mine := [row for row in rows if row.gemm == gemm]:
+            best = min(mine, key=lambda row: row.ratio)
+            says = f"M={m}, {gemm}: {len(mine)} configs, the fastest {best.ratio:.3f} with {best.config}"
+            plot.strip((row.ratio for row in mine), place, gemm, says)
+            plot.dot(best.ratio, place, gemm, says)
+    return plot
+
+
+def _slice(what: str, rows: Sequence[Tried]) -> Plot:
+    """The landscape over two of its axes, the best of the rest in each place."""
+    best: dict[tuple[int, int], Tried] = {}
+    for row in sorted(rows, key=lambda row: row.ratio):
+        best.setdefault((row.config.BLOCK_SIZE_M, row.config.BLOCK_SIZE_N), row)
+    across_m, up_n = (sorted({tile[axis] for tile in best}) for axis in (0, 1))
+    height = height_of(len(up_n), 32.0)
+    plot = Plot(f"Slice of {what}", places(len(across_m), height), places(len(up_n), height, vertical=True), height)
+    columns, lines = range(len(across_m)), range(len(up_n))
+    names = {"x_text": lambda n: str(across_m[int(n)]), "y_text": lambda n: str(up_n[-1 - int(n)])}
+    plot.frame(columns, lines, "BLOCK_SIZE_M; BLOCK_SIZE_N upward", **names, lines=False)
+    fastest = next(iter(best.values()))
+    for column, line in product(columns, lines):
+        if (found := best.get((across_m[column], up_n[-1 - line]))) is not None:
+            ratio = found.ratio
+            style = ("faster" if ratio < 1 else "slower") + (" best" if found is fastest else "")
+            strength = 2 * (1 - ratio) if ratio < 1 else (ratio - 1) / (_SLOWEST - 1)
+            says = f"{found.config}: {ratio:.3f}, n={found.samples}"
+            plot.cell(column, line, style, strength, f"{ratio:.2f}" if ratio < 100 else ">99", says)
+    return plot
 
 
 def _figure(heading: str, plot: Plot, **key: str) -> str:

@@ -21,7 +21,7 @@ Align = Callable[[torch.Tensor, int, int], tuple[torch.Tensor, ...]]
 FLUSH_BYTES = 256 << 20
 """more than the L2 cache of any GPU: writing as much leaves nothing of the weights there"""
 
-_MARGIN_BYTES = 64 << 20
+_MARGIN_BYTES = 192 << 20
 _SEED = 20
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
@@ -61,7 +61,7 @@ class Scratch:
         down_k = up_n if "ungated" in shape.variant or "fused-swiglu" in shape.variant else up_n // 2
         free, _ = torch.cuda.mem_get_info()
         self._pool: Any = torch.cuda.MemPool()
-        with torch.cuda.use_mem_pool(self._pool):
+        with self.allocating():
             self._a = {
                 "up": torch.empty(M, shape.K, dtype=dtype, device=device),
                 "down": torch.empty(rows, down_k, dtype=dtype, device=device),
@@ -73,6 +73,10 @@ class Scratch:
         self._generator = torch.Generator(device=device).manual_seed(_SEED + M)
         self._ids: dict[str, torch.Tensor] = {}
         self._aligned: dict[tuple[str, int], tuple[torch.Tensor, ...]] = {}
+
+    def allocating(self) -> Any:
+        """A context in which this thread allocates in the pool, so that nothing of it stays with the process."""
+        return torch.cuda.use_mem_pool(self._pool)
 
     def close(self) -> None:
         """Give the memory back. Nobody else may hold a tensor of it any more.
@@ -94,7 +98,7 @@ class Scratch:
         shape = self.shape
         for name in dict.fromkeys(routings):
             kind = name if name in correctness.ROUTINGS else name.rpartition("-")[0]
-            with torch.cuda.use_mem_pool(self._pool):
+            with self.allocating():
                 self._ids[name] = correctness.topk_ids(
                     kind, self.M, shape.E, shape.top_k, self._local_share, self._generator
                 )
@@ -104,7 +108,7 @@ class Scratch:
         """The operands of one launch; ``output`` is this object's ``output`` or ``reference``."""
         ids = self._ids[routing]
         if (routing, block_m) not in self._aligned:
-            with torch.cuda.use_mem_pool(self._pool):
+            with self.allocating():
                 self._aligned[routing, block_m] = self._align(ids, block_m, self.shape.E)
         sorted_ids, experts, post_padded = self._aligned[routing, block_m][:3]
         c = self.view(gemm, output)

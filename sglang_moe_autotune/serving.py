@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import collections
-import itertools
 import logging
 import os
 import time
@@ -12,28 +10,34 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from sglang_moe_autotune import __version__, live, metrics, releases
 from sglang_moe_autotune.budget import Budget
 from sglang_moe_autotune.heat import Heat
-from sglang_moe_autotune.layers import LiveLayer, find_layers
+from sglang_moe_autotune.layers import LiveLayers, call_key, find_layers
 from sglang_moe_autotune.listener import CompileCount
 from sglang_moe_autotune.lookup import CallKey, Lookup, Missed, read_answer
 from sglang_moe_autotune.prior import Prior, find_files
-from sglang_moe_autotune.records import Environment, Origin, Record, ShapeNote, Source
 from sglang_moe_autotune.search_space import illegal
 from sglang_moe_autotune.settings import Settings, cache_root
-from sglang_moe_autotune.sglang_json import GRID
+from sglang_moe_autotune.shape_notes import ShapeNotes
 from sglang_moe_autotune.shapes import ConfigPair, MoeShape
 from sglang_moe_autotune.store import Store
+from sglang_moe_autotune.trials import TrialLog
 from sglang_moe_autotune.tuner import Step, Tuner, TunerOptions
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable
 
     from sglang_moe_autotune.bench import BenchmarkProvider
     from sglang_moe_autotune.metrics import Metrics
+    from sglang_moe_autotune.records import Environment, Origin, Record, ShapeNote, Source
     from sglang_moe_autotune.status import State
 
 logger = logging.getLogger("sglang.moe_autotune")
 
-_NOTE_EVERY_S = 60.0
+_MAX_FAULTS = 5
+_NEWS_AT_ONCE = 8
+_MAX_ADDED = 1024
+"""M that are tuned in one process: a server with many eager sizes meets new ones for months"""
+_LONG_PREFILL = 1024
+_SMALL_SCRATCH_BYTES = 128 << 20
 _STATES: dict[Step, State] = {"worked": "tuning", "waiting": "waiting", "nothing": "idle"}
 _ORIGIN_WORDS: dict[Origin, str] = {
     "miss": "no config file",
@@ -76,15 +80,13 @@ class Serving:
         self.budget = Budget(settings.budget_s)
         self._never = ""
         self._attached = False
-        self._layers: list[LiveLayer] = []
+        self._layers = LiveLayers()
+        self._faults = 0
+        self._added = 0
         self._origins: dict[MoeShape, Origin] = {}
-        self._notes: collections.deque[Iterator[None]] = collections.deque()
-        self._served: dict[int, int] = {}
+        self._notes = ShapeNotes(self._submit_note)
         self._captured: Any = {}
         self._last_request_s = self._last_idle_s = time.monotonic()
-        self._last_note_s = 0.0
-
-    # -- hooks ------------------------------------------------------------------------------------------------
 
     def answer(self, key: CallKey, M: int, return_down_config: bool) -> Any | None:  # noqa: N803
         """A learned row; None on a miss or under SGLang's own ``override_config``."""
@@ -99,6 +101,20 @@ class Serving:
         if (found := releases.batch_tokens(scheduler, batch)) is not None:
             self._last_request_s = time.monotonic()
             self.heat.batch(*found)
+            if found[0] == "prefill" and found[1] >= _LONG_PREFILL and self._scratch_bytes() > _SMALL_SCRATCH_BYTES:
+                self._let_go()  # it may need the memory, and takes far longer than giving it back
+
+    def requests(self, requests: Any) -> None:
+        """What the scheduler has just received: weights, caches and adapters move after this."""
+        if releases.disturbs(requests):
+            self._let_go()
+
+    def stop(self, reason: str) -> None:
+        """Tune no more in this process; learned rows stay in use."""
+        if self.state != "off":
+            self.state, self.reason = "off", reason
+            self._let_go()
+            self.tuner = None
 
     def loaded(self, model_runner: Any) -> None:
         """After the weights of a model (or of its draft model) are there, before any graph is captured."""
@@ -108,7 +124,7 @@ class Serving:
             logger.info("MoE autotune stands aside: %s.", self._never)
             return
         fresh = list(find_layers(model_runner.model, model_runner.dtype, releases.padding()))
-        self._layers += fresh
+        self._layers.add(fresh)
         if self.device is None and fresh:
             self.start(self._open_device())
         elif fresh:
@@ -131,23 +147,49 @@ class Serving:
         if quiet_s < self.settings.grace_s:
             self.state = "busy"
             return False
+        began_s = time.perf_counter()
         if self._take_news(now):
+            self._observe(began_s)
             return True
         if not self.budget.left(now):
             self._stand_aside(f"this hour's {self.settings.budget_s:g} GPU seconds are spent")
             return False
-        before_s, began_s = self.tuner.gpu_s, time.perf_counter()
-        with self.compiles.tuning():
-            result = self.tuner.step(deep_idle=quiet_s >= self.settings.deep_idle_s)
-        if self.tuner.gpu_s > before_s:
-            self.slices += 1
-            if self.metrics is not None:
-                self.metrics.slices_s.append(time.perf_counter() - began_s)
+        before_s = self.tuner.gpu_s
+        result = self._step(deep_idle=quiet_s >= self.settings.deep_idle_s)
+        self.slices += self.tuner.gpu_s > before_s
         self.budget.spent_until(self.tuner.gpu_s)
         self.state, self.reason = _STATES[result], ""
+        if result == "worked":
+            self._observe(began_s)
         return result == "worked"
 
-    # -- start ------------------------------------------------------------------------------------------------
+    def _step(self, *, deep_idle: bool) -> Step:
+        """One step of the tuner. A fault drops its job, and the tuner goes on with another one; after a few in a
+        row it is the fence's turn."""
+        assert self.tuner is not None  # noqa: S101 - for the type checker
+        try:
+            with self.compiles.tuning():
+                return self.tuner.step(deep_idle=deep_idle)
+        except Exception:
+            self._faults += 1
+            if self._faults >= _MAX_FAULTS:
+                raise
+            if self._faults == 1:
+                logger.exception("MoE autotune put an M off because of a fault in tuning it.")
+            return "worked"
+
+    def _observe(self, began_s: float) -> None:
+        """Note how long a pass kept the scheduler: what a request may have waited for."""
+        if self.metrics is not None:
+            self.metrics.slices_s.append(time.perf_counter() - began_s)
+
+    def _scratch_bytes(self) -> int:
+        return getattr(self.device.provider, "scratch_bytes", 0) if self.device is not None else 0
+
+    def _let_go(self) -> None:
+        """Close the bench that is open, if any: its memory and its hold on weights end here."""
+        if self.tuner is not None:
+            self.tuner.abandon()
 
     def start(self, device: Device) -> None:
         """Open the store of the device's environment, publish what it holds, and get ready to tune."""
@@ -165,7 +207,8 @@ class Serving:
             )
             prior = Prior(find_files(releases.shipped_folder()), device.environment.device_name)
             limit = device.environment.shared_memory_bytes
-            self.tuner = Tuner(device.provider, self._learned, prior, options, shared_memory_bytes=limit)
+            tried = TrialLog(self.root, device.environment).put
+            self.tuner = Tuner(device.provider, self._learned, prior, options, shared_memory_bytes=limit, tried=tried)
             for record in self.store.contents.records.values():
                 if record.source in ("pinned", "imported", device.source):  # what a recording taught is of no use here
                     self.tuner.learn(record)
@@ -173,13 +216,13 @@ class Serving:
 
     def _open_device(self) -> Device:
         from sglang_moe_autotune.benchmark import DeviceProvider, Lent  # noqa: PLC0415 - needs a GPU
-        from sglang_moe_autotune.compiler import Compiler  # noqa: PLC0415 - as above
+        from sglang_moe_autotune.compiler import Compiler  # noqa: PLC0415 - needs a GPU
 
         invoke = releases.invoke_function()
         environment = releases.environment(invoke)
         compiler = Compiler(self.settings.compile_processes, environment.shared_memory_bytes)
         align = releases.fused_module().moe_align_block_size
-        lent = Lent(self._layers_of, invoke, align, lambda: self.compiles.compiled)
+        lent = Lent(self._layers.of, invoke, align, lambda: self.compiles.compiled)
         provider = DeviceProvider(lent, compiler, self.settings.reserve_mb << 20, self.settings.slice_us)
         return Device(environment, provider)
 
@@ -200,7 +243,7 @@ class Serving:
                 *(__version__, ", ".join(missing)),
             )
             return
-        shapes = len({layer.key for layer in self._layers})
+        shapes = len(self._layers.keys)
         rows = sum(len(rows) for rows in self.lookup.rows().values())
         logger.info(
             "MoE autotune %s: hooks in place; shapes on the Triton path: %d; learned rows: %d; mode %s; store %s.",
@@ -208,18 +251,17 @@ class Serving:
             self.store.path if self.store is not None else "not opened",
         )
 
-    # -- rows -------------------------------------------------------------------------------------------------
-
     def _publish_stored(self) -> None:
-        assert self.store is not None  # noqa: S101 - start opens it first
-        rows = []
+        assert self.store is not None  # noqa: S101 - for the type checker
+        rows: list[tuple[CallKey, int, ConfigPair | None]] = []
+        for key, table in self.lookup.rows().items():
+            if self._shape_of(key) is None:  # a model that was loaded later shares this call and is another kind
+                rows += ((key, M, None) for M in table)
         for record in self.store.contents.records.values():
-            if record.verdict == "faster" and self._is_live(record.shape) and self._may_serve(record):
-                rows.append((_call_key(record.shape), record.M, record.pair))
+            key = call_key(record.shape)
+            if record.verdict == "faster" and self._shape_of(key) == record.shape and self._may_serve(record):
+                rows.append((key, record.M, record.pair))
         self.lookup.publish(rows)
-
-    def _is_live(self, shape: MoeShape) -> bool:
-        return not self._layers or bool(self._layers_of(shape))
 
     def _may_serve(self, record: Record) -> bool:
         """Does the record still hold here? A legal pin always does. A learned row needs SGLang's answer of today as
@@ -229,7 +271,7 @@ class Serving:
             return False
         if record.source == "pinned":
             return True
-        assert self.device is not None  # noqa: S101 - start sets it first
+        assert self.device is not None  # noqa: S101 - for the type checker
         if record.source != self.device.source or not self._tunable(record.shape):
             return False
         return read_answer(releases.ask_stock(record.shape, record.M)) == record.baseline
@@ -247,12 +289,13 @@ class Serving:
 
     def _learned(self, record: Record) -> None:
         """The tuner's sink: keep the record, and serve it where that is allowed."""
-        assert self.store is not None  # noqa: S101 - the tuner exists after the store
+        assert self.store is not None  # noqa: S101 - for the type checker
+        self._faults = 0
         self.store.submit(record=record)
         if record.verdict != "faster":
             return
         if self.settings.mode != "restart":
-            self.lookup.publish([(_call_key(record.shape), record.M, record.pair)])
+            self.lookup.publish([(call_key(record.shape), record.M, record.pair)])
         evidence = record.evidence
         logger.info(
             "MoE autotune learned %s M=%d: %.1f %% faster (%.1f -> %.1f us, at least %.1f %%), %s instead of %s.",
@@ -260,28 +303,17 @@ class Serving:
             *(100 * evidence.gain_low, record.pair, record.baseline),
         )
 
-    # -- news -------------------------------------------------------------------------------------------------
-
     def _take_news(self, now: float) -> bool:
         """Misses and heat into the tuner, notes into the store; True if that cost what a slice may cost."""
-        for miss in self.lookup.take_seen():
+        for miss in self.lookup.take_seen(_NEWS_AT_ONCE):
             self._add(miss)
         if served := self.heat.take(self._captured):
-            for M, count in served.items():  # noqa: N806
-                self._served[M] = self._served.get(M, 0) + count
-            assert self.tuner is not None  # noqa: S101 - checked by the caller
+            self._notes.count(served)
+            assert self.tuner is not None  # noqa: S101 - for the type checker
             for shape in self._origins:
                 for M, count in served.items():  # noqa: N806
                     self.tuner.heat(shape, M, count)
-        if self._notes:
-            if next(self._notes[0], self) is self:
-                self._notes.popleft()
-            return True
-        if self._served and now - self._last_note_s > _NOTE_EVERY_S:
-            self._last_note_s = now
-            for shape in self._origins:
-                self._submit_note(shape, {})
-        return False
+        return self._notes.step(now)
 
     def _add(self, miss: Missed) -> None:
         if (shape := self._shape_of(miss.key)) is None or self.tuner is None:
@@ -289,57 +321,26 @@ class Serving:
         if shape not in self._origins:
             words = _ORIGIN_WORDS[self.origin(shape)]
             logger.info("MoE autotune recorded %s: SGLang has %s for it.", shape.slug, words)
-            self._notes.append(self._ask_baselines(shape))
-        if miss.baseline is not None and self.settings.max_m >= miss.M and self._tunable(shape):
+            self._notes.begin(shape, self.origin(shape))
+        small = self.settings.max_m >= miss.M and self._added < _MAX_ADDED
+        if miss.baseline is not None and small and self._tunable(shape):
+            self._added += 1
             self.tuner.add(shape, miss.M, miss.baseline)
+
+    def _submit_note(self, note: ShapeNote) -> None:
+        assert self.store is not None  # noqa: S101 - for the type checker
+        self.store.submit(note=note)
 
     def _tunable(self, shape: MoeShape) -> bool:
         return self.settings.mode == "all" or self.origin(shape) != "exact"
 
-    def _ask_baselines(self, shape: MoeShape) -> Iterator[None]:
-        """What SGLang uses at each M of the usual grid, and on both sides of each change between them: an
-        export pins these. One question a step."""
-        found: dict[int, ConfigPair] = {}
-
-        def ask(M: int) -> ConfigPair | None:  # noqa: N803
-            if M not in found and (pair := read_answer(releases.ask_stock(shape, M))) is not None:
-                found[M] = pair
-            return found.get(M)
-
-        for M in GRID:  # noqa: N806
-            ask(M)
-            yield
-        for start, end in itertools.pairwise(GRID):
-            low, high = start, end
-            while high - low > 1 and ask(low) != ask(high):
-                middle = (low + high) // 2
-                low, high = (middle, high) if ask(middle) == ask(low) else (low, middle)
-                yield
-        self._submit_note(shape, found)
-
-    def _submit_note(self, shape: MoeShape, baselines: dict[int, ConfigPair]) -> None:
-        assert self.store is not None  # noqa: S101 - the tuner exists after the store
-        note = ShapeNote(shape, baselines, dict(self._served), self.origin(shape))
-        self.store.submit(note=note)
-
     def _shape_of(self, key: CallKey) -> MoeShape | None:
-        """The shape of a call; None where no live layer makes it, or layers of unlike kinds share it."""
-        if not self._layers:
-            return MoeShape(*key) if self.device is not None and self.device.source == "replayed" else None
-        shapes = {layer.shape(key) for layer in self._layers if layer.key == key._replace(top_k=layer.key.top_k)}
-        return shapes.pop() if len(shapes) == 1 else None
-
-    def _layers_of(self, shape: MoeShape) -> Sequence[LiveLayer]:
-        key = _call_key(shape)
-        return [x for x in self._layers if x.key == key._replace(top_k=x.key.top_k) and x.shape(key) == shape]
+        """The one shape of live layers that a call stands for; on a recorded device every call stands for itself."""
+        if not self._layers and self.device is not None and self.device.source == "replayed":
+            return MoeShape(*key)
+        return self._layers.shape_of(key)
 
     def _stand_aside(self, reason: str) -> None:
         if self.reason != reason and self.tuner is not None:
             self.tuner.abandon()
         self.state, self.reason = "standing aside", reason
-
-
-def _call_key(shape: MoeShape) -> CallKey:
-    return CallKey(
-        shape.w1_shape, shape.w2_shape, shape.top_k, shape.dtype, shape.block_shape, shape.per_channel_quant
-    )

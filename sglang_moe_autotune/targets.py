@@ -45,7 +45,8 @@ LOOKUP = HookTarget(
 IDLE = HookTarget("sglang.srt.managers.scheduler", "Scheduler.maybe_sleep_on_idle")
 BATCH = HookTarget("sglang.srt.managers.scheduler", "Scheduler.run_batch")
 LOAD = HookTarget("sglang.srt.model_executor.model_runner", "ModelRunner.load_model")
-TARGETS = (LOOKUP, IDLE, BATCH, LOAD)
+REQUESTS = HookTarget("sglang.srt.managers.scheduler", "Scheduler.process_input_requests")
+TARGETS = (LOOKUP, IDLE, BATCH, LOAD, REQUESTS)
 SERVER_INFO = HookTarget("sglang.srt.managers.scheduler", "Scheduler.get_internal_state")
 """Not in ``TARGETS``: without it the server says less, and tunes all the same."""
 

@@ -3,19 +3,50 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple, TypeVar
 
 import torch
 
 from sglang_moe_autotune.bench import Sample
 
-Thunk = Callable[[], None]
+_T = TypeVar("_T")
+
+Side = Callable[[int, int], None]
+"""makes one launch with a routing and on a layer, both by number"""
 
 _SHORT_LAUNCH_US = 60.0
 """Below this a launch can end before the host has made the next one, and the gap would be measured."""
 _LAUNCHES_PER_INTERVAL = 4
 _MAX_SPIN_CYCLES = 4_000_000
+
+
+class Planned(NamedTuple):
+    """One launch of a turn."""
+
+    candidate: bool
+    routing: int
+    layer: int
+
+
+def plan(turn: int, launched: int, inner: int, rotation: Rotation) -> list[Planned]:
+    """The launches of one turn: ``inner`` of each side, both with the same routings.
+
+    A-B, B-A, B-A, A-B, ...: a drift meets both sides alike. Layers go round over all launches, whichever side
+    makes them, so that each launch finds in the L2 cache what any other finds there: weights that were last
+    drawn through it a whole round ago. ``launched`` counts the launches before this turn.
+    """
+    first = turn % 4 in (0, 3)
+    routings = [(turn // 2 + step) % rotation.routings for step in range(inner)]
+    sides = [(side, routing) for side in (first, not first) for routing in routings]
+    return [Planned(*pair, (launched + i) % rotation.layers) for i, pair in enumerate(sides)]
+
+
+class Rotation(NamedTuple):
+    """What launches vary over."""
+
+    routings: int
+    layers: int
 
 
 class Timed(NamedTuple):
@@ -24,6 +55,16 @@ class Timed(NamedTuple):
     samples: list[Sample]
     device_us: float
     """from the first to the last event, the spin included: what the slice cost"""
+
+
+def clocked(step: Callable[[], _T]) -> tuple[_T, float]:
+    """What a step returns, and its device time in microseconds; waits for it."""
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    begin.record()
+    result = step()
+    end.record()
+    end.synchronize()
+    return result, begin.elapsed_time(end) * 1e3
 
 
 class PairTimer:
@@ -36,23 +77,22 @@ class PairTimer:
     def __init__(self) -> None:
         self._events: list[torch.cuda.Event] = []
         self._spin_cycles = 200_000
-        self._turn = 0
-        """pairs timed so far: which slot and which side come first goes on from slice to slice"""
+        self._turn = self._launched = 0
+        """pairs and launches so far: the plan goes on from slice to slice"""
 
     def time(
         self,
-        candidate: Sequence[Thunk],
-        baseline: Sequence[Thunk],
+        candidate: Side,
+        baseline: Side,
+        rotation: Rotation,
         expected_us: tuple[float, float],
         count: int,
         slice_us: float,
     ) -> Timed:
         """Up to ``count`` pairs, as many as fit ``slice_us``, at least one.
 
-        candidate, baseline: one thunk a slot of the rotation, each makes one launch; both sides have the same
-        routing in a slot, and weights that the other side has not just drawn through the L2 cache. expected_us:
-        what one launch of each is thought to take; infinite for a candidate that has never run, which then gets
-        one launch alone.
+        expected_us: what one launch of each side is thought to take; infinite for a candidate that has never run,
+        which then gets one launch alone.
         """
         unknown = expected_us[0] == float("inf")
         short = min(expected_us[0] if not unknown else expected_us[1], expected_us[1]) < _SHORT_LAUNCH_US
@@ -60,20 +100,20 @@ class PairTimer:
         pair_us = inner * ((0.0 if unknown else expected_us[0]) + expected_us[1])
         pairs = 1 if unknown else max(1, min(count, int(0.6 * slice_us / max(pair_us, 1.0))))
         events = self._take_events(2 * pairs + 2)
-        first_turn = self._turn
+        plans = []
+        for pair in range(pairs):
+            plans.append(plan(self._turn + pair, self._launched, inner, rotation))
+            self._launched += 2 * inner
+        self._turn += pairs
         events[0].record()
         torch.cuda._sleep(self._spin_cycles if short else 1000)
         events[1].record()
         begun = time.perf_counter()
-        for pair in range(pairs):
-            # A-B, B-A, ...: what drifts within a slice meets both sides alike.
-            sides = (candidate, baseline) if self._turn % 2 == 0 else (baseline, candidate)
-            for offset, side in enumerate(sides):
-                for step in range(inner):
-                    # Two turns a slot, so that each slot is met in both orders.
-                    side[(self._turn // 2 + step) % len(side)]()
-                events[2 * pair + 2 + offset].record()
-            self._turn += 1
+        for pair, planned in enumerate(plans):
+            for number, (is_candidate, routing, layer) in enumerate(planned, 1):
+                (candidate if is_candidate else baseline)(routing, layer)
+                if number % inner == 0:
+                    events[2 * pair + 1 + number // inner].record()
         host_us = (time.perf_counter() - begun) * 1e6
         starved = short and events[1].query()
         last = events[2 * pairs + 1]
@@ -87,7 +127,7 @@ class PairTimer:
         samples = []
         for pair in range(pairs):
             first, second = spans[2 * pair], spans[2 * pair + 1]
-            samples.append(Sample(first, second) if (first_turn + pair) % 2 == 0 else Sample(second, first))
+            samples.append(Sample(first, second) if plans[pair][0].candidate else Sample(second, first))
         return Timed(samples, device_us)
 
     def _take_events(self, count: int) -> list[torch.cuda.Event]:

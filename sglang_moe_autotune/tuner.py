@@ -5,24 +5,25 @@ from __future__ import annotations
 import math
 import time
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import msgspec
 
 from sglang_moe_autotune.agenda import Agenda, Deferral, Entry, Key
 from sglang_moe_autotune.bench import Declined
-from sglang_moe_autotune.experience import Experience, octaves
+from sglang_moe_autotune.experience import Experience, Trial, octaves
 from sglang_moe_autotune.job import Job, JobOptions, Outcome, Phase
 from sglang_moe_autotune.prior import Prior
 from sglang_moe_autotune.records import Record, Source
 from sglang_moe_autotune.search import SearchOptions
 from sglang_moe_autotune.search_space import legal_space
+from sglang_moe_autotune.shapes import GEMMS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from sglang_moe_autotune.bench import Bench, BenchmarkProvider
-    from sglang_moe_autotune.shapes import ConfigPair, KernelConfig, MoeShape
+    from sglang_moe_autotune.shapes import ConfigPair, Gemm, KernelConfig, MoeShape
 
 Step = Literal["worked", "waiting", "nothing"]
 """A slice was spent; everything wanted is being compiled; nothing to do now."""
@@ -69,6 +70,16 @@ class Snapshot(msgspec.Struct, frozen=True):
     gpu_s: float
 
 
+class Tried(NamedTuple):
+    """A trial at one M as it was measured, for people."""
+
+    gemm: Gemm
+    config: KernelConfig
+    ratio: float
+    """its time in units of that of SGLang's own config"""
+    samples: int
+
+
 class Tuner:
     """Feed it misses and heat, call ``step`` in idle passes; finished records go to the sink."""
 
@@ -83,13 +94,17 @@ class Tuner:
         space: Callable[[MoeShape], Iterable[KernelConfig]] | None = None,
         clock: Callable[[], float] = time.monotonic,
         unix_clock: Callable[[], float] = time.time,
+        tried: Callable[[MoeShape, int, Sequence[Tried]], object] | None = None,
     ) -> None:
+        """tried: told, at the end of each search, what was measured at its M."""
         self.options = options or TunerOptions()
         self.gpu_s = 0.0
         """device seconds spent, the open bench's included"""
         self._provider, self._sink, self._prior = provider, sink, prior or Prior()
         self._space = space or (lambda shape: legal_space(shape, shared_memory_bytes))
-        self._clock, self._unix_clock = clock, unix_clock
+        self._clock, self._unix_clock, self._tell = clock, unix_clock, tried
+        self._behind: dict[Key, dict[Gemm, float]] = {}
+        """by GEMM the log-ratio of a winner to SGLang's own config, for M that were searched again from it"""
         self._agenda = Agenda(self.options.retry_s)
         self._experience: dict[MoeShape, Experience] = {}
         self._current: Entry | None = None
@@ -187,13 +202,13 @@ class Tuner:
 
     def snapshot(self) -> Snapshot:
         """For status; costs a sort of the queue."""
-        agenda = self._agenda
+        agenda, current, job = self._agenda, self._current, self._job  # once: the serving thread goes on meanwhile
         learned = {key: entry.record for key, entry in agenda.entries.items() if entry.record is not None}
         verdicts = [record.verdict for record in (agenda.stored | learned).values()]
         return Snapshot(
             queue=tuple((e.shape.slug, e.M) for e in agenda.queued()),
-            current=(self._current.shape.slug, self._current.M) if self._current else None,
-            phase=self._job.phase if self._job else None,
+            current=(current.shape.slug, current.M) if current else None,
+            phase=job.phase if job else None,
             deferred={(shape.slug, m): d.reason for (shape, m), d in agenda.deferred.items()},
             failed=tuple((e.shape.slug, e.M) for e in agenda.entries.values() if e.state == "failed"),
             faster=verdicts.count("faster"),
@@ -260,8 +275,26 @@ class Tuner:
             yield progress
         entry.looks, entry.ordered = entry.looks + 1, len(experience.ordered)
         self._account()
-        if job.outcome is not None and not (second_look and job.outcome.pair == baseline):
+        if job.outcome is None:
+            return
+        if not (second_look and job.outcome.pair == baseline):
             self._settle(entry, experience, job.outcome)
+        if self._tell is not None:
+            self._tell(entry.shape, entry.M, self._tried(entry, experience, job.outcome.pair))
+
+    def _tried(self, entry: Entry, experience: Experience, chosen: ConfigPair) -> list[Tried]:
+        """What is known at the M of a search that ended; its ratios are to the pair that the search began with."""
+        rows = {trial: row for trial, row in experience.measured[entry.M].items() if row.logs}
+        behind, began = self._behind.get(entry.key, dict.fromkeys(GEMMS, 0.0)), experience.reference[entry.M]
+        further = {Trial(gemm, began.of(gemm)): 0.0 for gemm in GEMMS}
+        further = {trial: row.centre for trial, row in rows.items()} | further
+        ends = [(gemm, further.get(Trial(gemm, chosen.of(gemm)))) for gemm in behind]
+        self._behind[entry.key] = {gemm: behind[gemm] + by for gemm, by in ends if by is not None}
+        return [
+            Tried(trial.gemm, trial.config, math.exp(row.centre + behind[trial.gemm]), len(row.logs))
+            for trial, row in rows.items()
+            if trial.gemm in behind
+        ]
 
     def _settle(self, entry: Entry, experience: Experience, outcome: Outcome) -> None:
         """Hand the record to the sink; only then is the M done, so that a failing sink loses nothing."""

@@ -28,7 +28,7 @@ LAYERS: dict[str, Layer] = {
     **dict.fromkeys(
         (
             "benchmark", "compiler", "compile_child", "launch", "layers", "releases", "correctness", "plugin",
-            "graphs", "ranks", "timing", "scratch", "listener", "live", "serving",
+            "timing", "scratch", "shape_notes", "listener", "live", "serving",
             "metrics", "server_info", "offline", "machine", "stand_in", "warm",
         ),
         "edge",
@@ -39,7 +39,7 @@ LAYERS: dict[str, Layer] = {
         ("changes", "figures", "imports"),
         "pure",
     ),
-    **dict.fromkeys(("export", "remote"), "disk"),
+    **dict.fromkeys(("export", "remote", "trials"), "disk"),
     **dict.fromkeys(
         ("shell", "config_folder", "explain", "edit", "editing", "importing", "plot", "report", "watch"),
         "people",

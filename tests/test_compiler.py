@@ -203,6 +203,43 @@ def meet_a_faulty_child() -> dict[str, object]:
     return {}
 
 
+def lose_workers(every: bool) -> dict[str, object]:
+    """Kill the process that compiles the first of eight orders, or each that is started."""
+    import builtins
+    import contextlib
+    import os
+    import signal
+    import time
+    from pathlib import Path
+
+    from sglang_moe_autotune.bench import Declined
+    from sglang_moe_autotune.compiler import Compiler
+
+    config = {"BLOCK_SIZE_M": 128 if every else 64, "BLOCK_SIZE_N": 32, "GROUP_SIZE_M": 1, "num_warps": 4}
+    several = [{**config, "BLOCK_SIZE_K": k, "num_stages": s} for k in (64, 128) for s in (2, 3, 4, 5)]
+    binaries = [builtins.record_launch(one, 16) for one in several]  # type: ignore[attr-defined]
+    compiler = Compiler(1, 1 << 20)
+    killed: set[str] = set()
+    now, end = ["waiting"], time.monotonic() + 240
+    try:
+        while "waiting" in now and time.monotonic() < end:
+            now = [compiler.readiness(binary) for binary in binaries]
+            child = compiler._child
+            if child is not None and (every or not killed):
+                for worker in set(Path(f"/proc/{child.pid}/task/{child.pid}/children").read_text().split()) - killed:
+                    time.sleep(0.2)  # it has begun by then, and a first compile takes longer
+                    with contextlib.suppress(FileNotFoundError):  # imports start short-lived programs as well
+                        if b"compile_child" in Path(f"/proc/{worker}/cmdline").read_bytes():
+                            os.kill(int(worker), signal.SIGKILL)
+                            killed.add(worker)
+            time.sleep(0.02)
+    except Declined as declined:
+        return {"declined": str(declined), "failed": compiler.counts["failed"]}
+    finally:
+        compiler.close()
+    return {"states": now, "killed": len(killed)}
+
+
 def test_a_candidate_is_compiled_elsewhere_and_found_here(scheduler: SchedulerProcess) -> None:
     scheduler.run(prepare)
     told = scheduler.run(compile_in_the_child, 100_000)
@@ -260,3 +297,16 @@ def test_a_ptxas_that_torch_names_after_the_first_compiles_does_not_mislead_the_
 ) -> None:
     scheduler.run(prepare)
     assert scheduler.run(meet_another_ptxas) == "ready"
+
+
+def test_a_worker_that_is_killed_fails_its_own_candidate_and_none_that_waits(scheduler: SchedulerProcess) -> None:
+    scheduler.run(prepare)
+    told = scheduler.run(lose_workers, False)
+    assert told == {"states": ["failed", *["ready"] * 7], "killed": 1}
+
+
+def test_workers_that_are_killed_again_and_again_defer_what_waits(scheduler: SchedulerProcess) -> None:
+    scheduler.run(prepare)
+    told = scheduler.run(lose_workers, True)
+    assert "does not work" in told["declined"]
+    assert told["failed"] == 2

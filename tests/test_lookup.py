@@ -61,9 +61,9 @@ def test_a_miss_is_counted_and_its_first_answer_kept() -> None:
     for _ in range(3):
         lookup.miss(KEY, 7, (first, (None, None)))
     assert lookup.missed == {(KEY, 7): 3}
-    (seen,) = lookup.take_seen()
+    (seen,) = lookup.take_seen(99)
     assert (seen.M, seen.baseline) == (7, ConfigPair(KernelConfig(16, 32, 64, 1), KernelConfig(16, 32, 64, 1)))
-    assert lookup.take_seen() == []
+    assert lookup.take_seen(99) == []
 
 
 def test_a_reader_keeps_the_table_it_has_while_another_is_published() -> None:

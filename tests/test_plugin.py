@@ -93,7 +93,7 @@ def hooks() -> dict[str, object]:
 
 def test_every_hook_is_in_place_also_where_the_name_was_imported_before(prepared: SchedulerProcess) -> None:
     told = prepared.run(hooks)
-    assert len(told["in_place"]) == 4
+    assert len(told["in_place"]) == 5
     assert all(told["in_place"].values())
     assert told["propagated"]
     assert told["stock"]
@@ -367,7 +367,7 @@ def stand_aside() -> dict[str, object]:
         def heat(self, *_: object) -> None: ...
 
     serving.tuner = Counting()
-    serving.lookup.take_seen()
+    serving.lookup.take_seen(99)
     serving._last_request_s -= 1000
     found: dict[str, object] = {}
 
@@ -407,6 +407,119 @@ def test_c38_nothing_is_launched_while_the_engine_forbids_it_and_sglang_sleeps_a
     assert all(row[2] for row in told.values())
 
 
+def control_requests() -> dict[str, object]:
+    import builtins
+
+    from sglang.srt.managers import io_struct
+
+    from sglang_moe_autotune import plugin
+
+    given = builtins.given  # type: ignore[attr-defined]
+    abandoned: list[int] = []
+
+    class Open:
+        def abandon(self) -> None:
+            abandoned.append(1)
+
+    given.serving.tuner = Open()
+    found: dict[str, object] = {}
+    names = [n for n in dir(io_struct) if n.endswith(("ReqInput", "Req")) and isinstance(getattr(io_struct, n), type)]
+    for name in names:
+        before = len(abandoned)
+        plugin.on_requests(given.Stub(), [type(name, (), {})()])  # a request is known by its class's name
+        found[name] = len(abandoned) - before
+    given.serving.tuner = None
+    return found
+
+
+def test_a_request_that_moves_weights_or_caches_closes_the_bench_first(prepared: SchedulerProcess) -> None:
+    told = prepared.run(control_requests)
+    closing = {name for name, closed in told.items() if closed}
+    needed = {"PauseGenerationReqInput", "ReleaseMemoryOccupationReqInput", "UpdateWeightFromDiskReqInput"}
+    needed |= {"UpdateWeightsFromTensorReqInput", "UpdateWeightsFromDistributedReqInput", "LoadLoRAAdapterReqInput"}
+    needed |= {"FlushCacheReqInput", "ResumeMemoryOccupationReqInput"}
+    assert needed <= closing
+    assert not closing & {"TokenizedGenerateReqInput", "TokenizedEmbeddingReqInput", "GetInternalStateReq", "AbortReq"}
+
+
+def faults() -> dict[str, object]:
+    import builtins
+
+    from sglang_moe_autotune import plugin
+    from sglang_moe_autotune.serving import Serving
+    from sglang_moe_autotune.settings import Settings
+
+    given = builtins.given  # type: ignore[attr-defined]
+    serving = Serving(Settings(), hooks=plugin.hooks_in_place)
+    serving._last_request_s -= 1000
+
+    class Failing:
+        gpu_s = 0.0
+        steps = 0
+
+        def step(self, deep_idle: bool) -> str:
+            self.steps += 1
+            raise RuntimeError("planted in a step")
+
+        def abandon(self) -> None: ...
+
+    tuner = serving.tuner = Failing()
+    kept, plugin._serving = plugin._serving, serving
+    fence = plugin._FENCES[plugin.IDLE.name]
+    states = []
+    try:
+        for _ in range(8):
+            given.Stub().maybe_sleep_on_idle()
+            states.append(serving.state)
+    finally:
+        plugin._serving, fence.broken = kept, False
+    return {"steps": tuner.steps, "states": states, "reason": serving.reason}
+
+
+def test_one_fault_of_a_bench_ends_its_job_and_five_in_a_row_end_tuning_with_a_word(prepared: SchedulerProcess) -> None:
+    told = prepared.run(faults)
+    assert told["steps"] == 5
+    assert told["states"][0] == "tuning"
+    assert told["states"][4:] == ["off"] * 4
+    assert "the log has it" in told["reason"]
+
+
+def unlike_layers() -> dict[str, object]:
+    import builtins
+    from types import SimpleNamespace
+
+    from sglang_moe_autotune import plugin
+    from sglang_moe_autotune.layers import LiveLayer, call_key
+    from sglang_moe_autotune.records import Evidence, Record
+    from sglang_moe_autotune.serving import Serving
+    from sglang_moe_autotune.settings import Settings
+    from sglang_moe_autotune.shapes import MoeShape
+
+    given = builtins.given  # type: ignore[attr-defined]
+    serving = Serving(Settings(), hooks=plugin.hooks_in_place)
+    shape = MoeShape(*given.shape)
+    evidence = Evidence(100.0, 80.0, 0.2, 0.1, 0.3, 24, 10, 0.1)
+    record = Record(shape, 24, "faster", given.pair, given.pair, evidence, source="pinned")
+    contents = SimpleNamespace(records={(shape, 24): record})
+    serving.store = SimpleNamespace(contents=contents, path="")
+    serving.device = SimpleNamespace(source="learned", provider=None)
+    key = call_key(shape)
+
+    def layer(*variant: str) -> LiveLayer:
+        return LiveLayer(SimpleNamespace(), key, "bfloat16", False, variant)  # type: ignore[arg-type]
+
+    serving._layers.add([layer(), layer()])
+    serving._publish_stored()
+    first = sorted(serving.lookup.rows().get(key, {}))
+    serving._layers.add([layer("bias")])  # a draft model of another kind, loaded later, makes the same call
+    serving._publish_stored()
+    return {"first": first, "then": sorted(serving.lookup.rows().get(key, {})), "shape": serving._shape_of(key)}
+
+
+def test_a_row_is_not_served_to_layers_of_another_kind_that_make_the_same_call(prepared: SchedulerProcess) -> None:
+    assert prepared.run(unlike_layers) == {"first": [24], "then": [], "shape": None}
+
+
 def no_layers() -> dict[str, object]:
     import builtins
     import logging
@@ -436,7 +549,7 @@ def no_layers() -> dict[str, object]:
     finally:
         plugin._serving = kept
         log.removeHandler(handler)
-    (miss,) = serving.lookup.take_seen()
+    (miss,) = serving.lookup.take_seen(99)
     told = {"slept": stub.slept, "shape": serving._shape_of(miss.key), "log": messages}
     return {**told, "tuner": serving.tuner is None, "store": serving.store is None}
 
@@ -520,19 +633,26 @@ def break_hooks() -> dict[str, object]:
     given.learn(160)
     stub = given.Stub()
     serving.answer, serving.idle, serving.batch, serving.loaded = fail, fail, fail, fail
+    serving.requests, serving.state, serving.tuner = fail, "idle", None
     answers = [given.ask(160) == given.ask(160, releases.stock_lookup()) for _ in range(3)]
     for _ in range(3):
         stub.maybe_sleep_on_idle()
         plugin.on_batch(stub, SimpleNamespace())
         plugin.on_load(None, None)
-    return {"answers": answers, "slept": stub.slept}
+    for _ in range(3):
+        plugin.on_requests(stub, [object()])
+        plugin.on_requests(stub, [])
+    return {"answers": answers, "slept": stub.slept, "state": [serving.state, serving.reason]}
 
 
 def test_a_fault_of_ours_is_logged_once_a_hook_and_sglang_goes_on(prepared: SchedulerProcess) -> None:
     told = prepared.run(break_hooks)
-    assert told == {"answers": [True] * 3, "slept": 3}
-    for name in ("lookup", "idle", "batch", "load"):
-        assert prepared.log().count(f"failed in its {name} hook") == 1
+    assert told["state"] == ["off", "tuning ended with a fault; the log has it"]
+    assert told["answers"] == [True] * 3
+    assert told["slept"] == 3
+    for name, times in (("lookup", 1), ("idle", 2), ("batch", 1), ("load", 1), ("request", 1)):
+        # the idle fence was broken, and mended for the tests after it, once before
+        assert prepared.log().count(f"failed in its {name} hook") == times
 
 
 def test_mode_off_registers_nothing(tmp_path: Path) -> None:

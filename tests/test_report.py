@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import pytest
 import record_values as v
+import replayed_report
 import report_store
 from click.testing import CliRunner
 from hypothesis import example, given
@@ -23,6 +24,9 @@ from sglang_moe_autotune.figures import gather
 from sglang_moe_autotune.plot import Scale, tokens, upward
 from sglang_moe_autotune.records import Evidence
 from sglang_moe_autotune.report import page
+from sglang_moe_autotune.shapes import GEMMS, KernelConfig
+from sglang_moe_autotune.trials import TrialLog
+from sglang_moe_autotune.tuner import Tried
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -159,6 +163,80 @@ def test_a_shape_without_a_row_is_named() -> None:
     assert "not yet tuned: M = 3" in text
 
 
+# What was tried
+
+
+def tried_page(trials: dict[int, list[Tried]], *more: Any) -> str:
+    return page([gather("x", v.contents(*more, v.note(None, 1)), {v.shape(): trials})], 1_800_000_000.0)
+
+
+def test_nothing_is_shown_where_nothing_was_tried() -> None:
+    assert "What was tried" not in drawn(REAL)
+    assert "What was tried" not in tried_page({})
+    assert "What was tried" not in tried_page({64: []})
+    assert tried_page({}) == drawn(v.contents(v.note(None, 1))).replace("store 0", "x")
+
+
+def test_what_the_tuner_tried_is_drawn_with_a_slice_of_the_landscape() -> None:
+    contents, trials = replayed_report.replayed(2, 64, 1024)
+    text = page([gather("x", contents, trials)])
+    assert Reader(text).open == []
+    ((shape, ms),) = trials.items()
+    assert sum(map(len, ms.values())) == int(re.findall(r"(\d+) measurements of one GEMM", text)[0])
+    strips = re.findall(r'<path class="strip (?:up|down)" d="([^"]*)">', text)
+    assert len(strips) == 2 * len(ms) == 6
+    assert all(1 <= strip.count("M") <= 120 for strip in strips)
+    slices = re.findall(rf'aria-label="Slice of {shape.slug} at M=(\d+), (\w+)".*?</svg>', text, re.DOTALL)
+    assert slices == [(str(m), gemm) for m in (2, 64, 1024) for gemm in ("up", "down")]
+    best = min(row.ratio for row in ms[1024] if row.gemm == "up")
+    (drawing,) = re.findall(r'aria-label="Slice of [^"]* at M=1024, up".*?</svg>', text, re.DOTALL)
+    (ring,) = re.findall(r'class="cell \w+ best"[^>]*><title>[^:]*: ([\d.]+), n=', drawing)
+    assert float(ring) == pytest.approx(best, abs=1e-3)
+
+
+def test_the_hottest_m_and_those_with_the_largest_gains_are_sliced() -> None:
+    row = Tried("up", KernelConfig(16, 32, 64, 1, 4, 3), 0.5, 5)
+    gains = {8: 0.1, 16: 0.4, 32: 0.2, 64: 0.3}
+    records = [v.record(m, evidence=Evidence(1, 1, gain, gain, gain, 9, 9, 1)) for m, gain in gains.items()]
+    one = v.contents(*records, v.note(None, 1, served={8: 9, 64: 1}))
+    (shape,) = gather("x", one, {v.shape(): {m: [row] for m in gains}}).shapes
+    assert shape.sliced == (8, 16, 64)
+    assert [m for m, _ in shape.tried] == sorted(gains)
+
+
+_tried = st.builds(
+    Tried,
+    st.sampled_from(["up", "down"]),
+    st.builds(KernelConfig, *(st.sampled_from([1, 16, 256, 1024]),) * 3, st.just(1), st.none() | st.just(4)),
+    st.floats(1e-300, 1e6),
+    st.integers(1, 1 << 50),
+)
+
+
+@QUICK
+@given(st.dictionaries(st.integers(1, 1 << 24), st.lists(_tried, max_size=9), max_size=4))
+def test_any_trials_can_be_drawn_within_their_boxes(trials: dict[int, list[Tried]]) -> None:
+    text = tried_page(trials)
+    assert Reader(text).open == []
+    assert "nan" not in re.sub(r"<style>.*?</style>", "", text)
+    for drawing in re.findall(r"<svg.*?</svg>", text, re.DOTALL):
+        root = ET.fromstring(drawing)  # noqa: S314 - our own text
+        _, _, width, height = map(float, (root.get("viewBox") or "").split())
+        for box in root.iter("rect"):
+            x, y, w, h = (float(box.get(name, "nan")) for name in ("x", "y", "width", "height"))
+            assert 0 <= x <= x + w <= width
+            assert 0 <= y <= y + h <= height
+
+
+def test_two_hundred_m_make_a_page_that_a_phone_can_hold() -> None:
+    configs = [KernelConfig(16 << a, 16 << b, 64, 1 + g, 4, 3) for a in range(5) for b in range(4) for g in range(6)]
+    rows = [Tried(gemm, c, 0.5 + n / 90, 9) for gemm in GEMMS for n, c in enumerate(configs)]
+    text = tried_page(dict.fromkeys(range(1, 201), rows))
+    assert "of which 48 are drawn" in text
+    assert text.count('<path class="strip') == 2 * 48
+    assert len(text) < 400_000
+
+
 # Scales
 
 _value = st.floats(1e-3, 1e6)
@@ -204,6 +282,14 @@ def test_a_page_is_written_or_printed(autotune_folder: Path, tmp_path: Path) -> 
     (shape,) = found["environments"][0]["shapes"]
     assert len(shape["rows"]) == 74
     assert CliRunner().invoke(main, ["report", "-o", str(tmp_path / "no" / "r.html")]).exit_code == 3
+
+
+def test_the_command_draws_the_trials_beside_the_store(autotune_folder: Path) -> None:
+    report_store.fill(autotune_folder)
+    log = TrialLog(autotune_folder, report_store.H200)
+    log.put(report_store.SHAPE, 64, [Tried("up", KernelConfig(16, 32, 64, 1, 4, 3), 0.5, 5)])
+    assert log.flush(5)
+    assert "What was tried" in CliRunner().invoke(main, ["report"]).stdout
 
 
 def test_an_empty_store_is_code_1() -> None:

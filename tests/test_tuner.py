@@ -10,10 +10,11 @@ import pytest
 import synthetic
 
 from sglang_moe_autotune.bench import Bench, Comparison, Declined
+from sglang_moe_autotune.experience import Trial
 from sglang_moe_autotune.records import Evidence, Record
 from sglang_moe_autotune.replay import ReplayProvider
 from sglang_moe_autotune.search import SearchOptions
-from sglang_moe_autotune.tuner import Step, Tuner, TunerOptions
+from sglang_moe_autotune.tuner import Step, Tried, Tuner, TunerOptions
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -104,6 +105,54 @@ class Bed:
 
 def last(records: list[Record]) -> dict[int, Record]:
     return {record.M: record for record in records}
+
+
+# -- what was tried ----------------------------------------------------------------------------------------------------
+
+
+def test_what_was_tried_is_told_once_for_each_m_that_is_settled() -> None:
+    told: list[tuple[int, list[Tried]]] = []
+    bed = Bed(
+        options=TunerOptions(search=FEW, source="replayed", looks=1),
+        tried=lambda shape, m, rows: told.append((m, list(rows))),
+    ).add(3, 12, 24, 512)
+    records = last(bed.finish())
+    assert sorted(m for m, _ in told) == sorted(records) == [3, 12, 24, 512]
+    for m, rows in told:
+        measured = bed.tuner.experience(SHAPE).measured[m]
+        assert {(row.gemm, row.config) for row in rows} == set(measured)
+        assert {row.config for row in rows} >= {records[m].pair.up, records[m].pair.down} - {records[m].baseline.up}
+        assert all(row.samples == len(measured[Trial(row.gemm, row.config)].logs) for row in rows)
+
+
+def test_ratios_are_to_sglangs_own_config_after_a_second_look_too() -> None:
+    told: dict[int, list[list[Tried]]] = {}
+    bed = Bed(
+        options=TunerOptions(search=FEW, source="replayed", looks=4, worth_a_look=1),
+        tried=lambda shape, m, rows: told.setdefault(m, []).append(list(rows)),
+    ).add(3, 12, 24, 512)
+    bed.finish()
+    assert max(map(len, told.values())) > 1, "some M was searched again"
+    assert any(bed.tuner.experience(SHAPE).reference[m] != LANDSCAPE.baselines[m].pair for m in told)
+    for m, looks in told.items():
+        baseline = LANDSCAPE.baselines[m].pair
+        for row in (row for rows in looks for row in rows if row.samples >= 8):
+            us, base_us = (LANDSCAPE.latency_us(m, row.gemm, c) for c in (row.config, baseline.of(row.gemm)))
+            assert us is not None
+            assert base_us is not None
+            assert row.ratio == pytest.approx(us / base_us, rel=0.03)
+
+
+def test_a_sink_that_fails_tells_nothing_of_its_m() -> None:
+    told: list[int] = []
+
+    def sink(record: Record) -> None:
+        raise OSError("full")
+
+    bed = Bed(sink=sink, tried=lambda shape, m, rows: told.append(m)).add(3)
+    with pytest.raises(OSError, match="full"):
+        bed.finish()
+    assert told == []
 
 
 # -- slices ------------------------------------------------------------------------------------------------------------
@@ -298,9 +347,11 @@ def test_an_empty_space_is_answered_with_the_baseline() -> None:
     assert last(bed.finish())[512].verdict == "baseline"
 
 
-def test_a_bench_that_never_measures_ends_with_the_baseline() -> None:
+def test_a_bench_that_never_measures_puts_its_m_off_and_decides_nothing() -> None:
     bed = Bed(Watched(measure=lambda *_: [])).add(512)
-    assert last(bed.finish())[512].verdict == "baseline"
+    assert bed.finish() == []
+    (deferral,) = bed.tuner.deferred.values()
+    assert "dirty" in deferral.reason
 
 
 def test_a_second_look_finds_what_other_m_found_and_adds_up_the_gains() -> None:

@@ -1,0 +1,77 @@
+"""What is noted of a shape beside its records: SGLang's own answers by M, and how often each M was served."""
+
+from __future__ import annotations
+
+import collections
+import itertools
+from typing import TYPE_CHECKING
+
+from sglang_moe_autotune import releases
+from sglang_moe_autotune.lookup import read_answer
+from sglang_moe_autotune.records import ShapeNote
+from sglang_moe_autotune.sglang_json import GRID
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
+    from sglang_moe_autotune.records import Origin
+    from sglang_moe_autotune.shapes import ConfigPair, MoeShape
+
+_SERVED_EVERY_S = 60.0
+
+
+class ShapeNotes:
+    """Collects the notes of this process, a little in each idle pass, and hands each to ``submit``."""
+
+    def __init__(self, submit: Callable[[ShapeNote], object]) -> None:
+        self._submit = submit
+        self._origins: dict[MoeShape, Origin] = {}
+        self._asking: collections.deque[Iterator[None]] = collections.deque()
+        self._served: dict[int, int] = {}
+        self._submitted_s = 0.0
+
+    def begin(self, shape: MoeShape, origin: Origin) -> None:
+        """A shape was met; SGLang's answers for it are asked from now on."""
+        self._origins[shape] = origin
+        self._asking.append(self._ask(shape))
+
+    def count(self, served: Mapping[int, int]) -> None:
+        """Add batches by M."""
+        for M, count in served.items():  # noqa: N806
+            self._served[M] = self._served.get(M, 0) + count
+
+    def step(self, now_s: float) -> bool:
+        """One question, or what was served of late; True if it asked, which costs about as much as a slice."""
+        if self._asking:
+            if next(self._asking[0], self) is self:
+                self._asking.popleft()
+            return True
+        if self._served and now_s - self._submitted_s > _SERVED_EVERY_S:
+            self._submitted_s = now_s
+            for shape in self._origins:
+                self._note(shape, {})
+        return False
+
+    def _ask(self, shape: MoeShape) -> Iterator[None]:
+        """What SGLang uses at each M of the usual grid, and on both sides of each change between them: an
+        export pins these."""
+        found: dict[int, ConfigPair] = {}
+
+        def ask(M: int) -> ConfigPair | None:  # noqa: N803
+            if M not in found and (pair := read_answer(releases.ask_stock(shape, M))) is not None:
+                found[M] = pair
+            return found.get(M)
+
+        for M in GRID:  # noqa: N806
+            ask(M)
+            yield
+        for start, end in itertools.pairwise(GRID):
+            low, high = start, end
+            while high - low > 1 and ask(low) != ask(high):
+                middle = (low + high) // 2
+                low, high = (middle, high) if ask(middle) == ask(low) else (low, middle)
+                yield
+        self._note(shape, found)
+
+    def _note(self, shape: MoeShape, baselines: dict[int, ConfigPair]) -> None:
+        self._submit(ShapeNote(shape, baselines, dict(self._served), self._origins[shape]))

@@ -1,0 +1,244 @@
+"""The trials: what was measured at each M, kept for people beside the store. Nothing that is served rests on them.
+
+One file for each environment and shape below ``trials/``, apart from the records, so that these load as fast as
+before. A write decodes the M that it changes, not the others: the thread that serves requests waits meanwhile.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import itertools
+import logging
+import math
+import os
+import re
+import threading
+import time
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+
+from sglang_moe_autotune import lock_file, store, whole_file
+from sglang_moe_autotune.shapes import GEMMS, ConfigPair, Gemm, KernelConfig, MoeShape
+from sglang_moe_autotune.tuner import Tried
+from sglang_moe_autotune.validity import pair_is_sound, shape_is_sound
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+    from pathlib import Path
+
+    from sglang_moe_autotune.records import Environment
+
+logger = logging.getLogger(__name__)
+
+SCHEMA: Final = 1
+FOLDER: Final = "trials"
+MAX_TRIALS: Final = 120
+"""of a GEMM at an M, the fastest"""
+MAX_MS: Final = 200
+MAX_BYTES: Final = 4 << 20
+"""of a file; as many trials as may be take less"""
+_MAX_FILES: Final = 256
+_MAX_PENDING: Final = 1024
+_LOCK_S: Final = 2.0
+_STALE_S: Final = 3600.0
+_BREATH_S: Final = 50e-6
+"""between two parts of a write: a thread that waits gets the interpreter after 5 ms otherwise"""
+
+_Row = tuple[Gemm, tuple[int, int, int, int, int | None, int | None], float, int]
+
+
+class _Document(msgspec.Struct):
+    schema: int
+    environment_key: str
+    shape: MoeShape
+    ms: dict[int, msgspec.Raw]
+
+
+class TrialLog:
+    """``put`` never waits for the disk and never raises; a thread writes, and ends when nothing is left."""
+
+    def __init__(self, root: Path | None, environment: Environment) -> None:
+        self._folder = None if root is None else root / FOLDER
+        self._key = environment_key(environment)
+        self._changed = threading.Condition()
+        self._pending: dict[MoeShape, dict[int, list[Tried]]] = {}
+        self._thread: threading.Thread | None = None
+        self._warned: set[str] = set()
+        self._swept = False
+
+    def put(self, shape: MoeShape, M: int, rows: Sequence[Tried]) -> None:  # noqa: N803
+        """Keep these trials; of two of one config the one with more samples stays. Without a folder: nothing."""
+        if self._folder is None or not rows:
+            return
+        with self._changed:
+            if sum(map(len, self._pending.values())) >= _MAX_PENDING:
+                return  # the disk hangs, and memory is the server's
+            self._pending.setdefault(shape, {}).setdefault(M, []).extend(rows)
+            if self._thread is None:
+                thread = threading.Thread(target=self._run, name="moe-autotune-trials", daemon=True)
+                with contextlib.suppress(RuntimeError):  # no thread is to be had: the next call tries again
+                    thread.start()
+                    self._thread = thread
+
+    def flush(self, timeout_s: float) -> bool:
+        """Wait until everything put so far was written or given up; False where that took too long."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self._thread is None, timeout_s)
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                pending, self._pending = self._pending, {}
+                if not pending:
+                    self._thread = None
+                    self._changed.notify_all()
+                    return
+            for shape, ms in pending.items():
+                try:
+                    self._write(shape, ms)
+                except (OSError, ValueError) as error:
+                    self._warn(f"Trials of {shape.slug} are not kept: {error}")
+
+    def _write(self, shape: MoeShape, fresh: dict[int, list[Tried]]) -> None:
+        """Merge into the file of the shape. Raises OSError, and ValueError where what is there is not ours."""
+        assert self._folder is not None  # noqa: S101 - put checks it
+        if not shape_is_sound(shape):
+            raise ValueError("the shape makes no sense")
+        self._folder.mkdir(parents=True, exist_ok=True)
+        if self._folder.is_symlink():
+            raise OSError(errno.ELOOP, "it must be a folder, not a link: remove it", str(self._folder))
+        path = self._folder / file_name(self._key, shape)
+        with lock_file.hold(self._folder / ".lock", _LOCK_S):
+            self._sweep(self._folder)
+            document = _read(path, self._key)
+            if isinstance(document, str):
+                raise ValueError(f"{path} is left alone, since {document}: move it away")  # noqa: TRY004 - it is data
+            before = {} if document is None else document.ms
+            news = {}
+            for m, rows in fresh.items():
+                time.sleep(_BREATH_S)
+                news[m] = _encoded([*self._known(path, m, before), *rows])
+            time.sleep(_BREATH_S)
+            kept = itertools.islice({**news, **{m: raw for m, raw in before.items() if m not in news}}.items(), MAX_MS)
+            text = msgspec.json.encode(_Document(SCHEMA, self._key, shape, dict(sorted(kept))))
+            if len(text) > MAX_BYTES:
+                raise ValueError(f"they would take {len(text)} bytes: remove {path}")
+            time.sleep(_BREATH_S)
+            whole_file.replace(path, text)
+
+    def _known(self, path: Path, m: int, before: dict[int, msgspec.Raw]) -> list[Tried]:
+        rows = _rows(m, before[m]) if m in before else []
+        if isinstance(rows, str):
+            raise ValueError(f"{path} is left alone, since {rows}: move it away")  # noqa: TRY004 - it is data
+        return rows
+
+    def _sweep(self, folder: Path) -> None:
+        """Remove temporary files that killed writers left behind an hour ago or more."""
+        if self._swept:
+            return
+        self._swept = True
+        with contextlib.suppress(OSError):
+            for path in folder.iterdir():
+                old = time.time() - path.stat(follow_symlinks=False).st_mtime > _STALE_S
+                if old and whole_file.is_temporary(path.name):
+                    path.unlink()
+
+    def _warn(self, message: str) -> None:
+        if message not in self._warned and len(self._warned) < _MAX_FILES:
+            self._warned.add(message)
+            logger.warning("%s", message)
+
+
+def read(root: Path, environment: Environment) -> dict[MoeShape, dict[int, list[Tried]]]:
+    """By shape and M the trials of an environment, the fastest first. What cannot be used costs a warning."""
+    key, folder = environment_key(environment), root / FOLDER
+    found: dict[MoeShape, dict[int, list[Tried]]] = {}
+    try:
+        names = sorted(n for n in os.listdir(folder) if n.startswith(f"{key}-") and n.endswith(".json"))  # noqa: PTH208
+    except OSError:
+        return found
+    for name in names[:_MAX_FILES]:
+        try:
+            document = _read(folder / name, key)
+        except OSError as error:
+            document = str(error)
+        if isinstance(document, str):
+            logger.warning("%s is not used: %s", folder / name, document)
+            continue
+        for m, raw in sorted(document.ms.items())[:MAX_MS] if document is not None else ():
+            assert document is not None  # noqa: S101 - for the types alone
+            rows = _rows(m, raw)
+            if isinstance(rows, str):
+                logger.warning("%s is used in part: %s", folder / name, rows)
+            elif rows:
+                ms = found.setdefault(document.shape, {})
+                ms[m] = merged([*ms.get(m, ()), *rows])
+    return found
+
+
+def merged(rows: Iterable[Tried]) -> list[Tried]:
+    """Of each GEMM and config the trial with the most samples; of each GEMM the fastest, and they first."""
+    most: dict[tuple[Gemm, KernelConfig], Tried] = {}
+    for row in rows:
+        held = most.get((row.gemm, row.config))
+        if held is None or (row.samples, -row.ratio) > (held.samples, -held.ratio):
+            most[row.gemm, row.config] = row
+    fastest = sorted(most.values(), key=lambda row: row.ratio)
+    return [row for gemm in GEMMS for row in [r for r in fastest if r.gemm == gemm][:MAX_TRIALS]]
+
+
+def environment_key(environment: Environment) -> str:
+    """The name of the environment's file of records, without its ending."""
+    return store.file_name(environment).removesuffix(".json")
+
+
+def file_name(key: str, shape: MoeShape) -> str:
+    """The file of a shape: safe on any file system, its own by the hash of all fields."""
+    digest = hashlib.sha256(msgspec.json.encode(shape)).hexdigest()[:12]
+    name = re.sub(r"[^a-z0-9.]+", "-", shape.slug.lower()).strip("-.")[:48] or "unnamed"
+    return f"{key}-{name}-{digest}.json"
+
+
+def _read(path: Path, key: str) -> _Document | str | None:
+    """One file; the reason why it cannot be used; None where there is none. Raises OSError."""
+    found = whole_file.read(path, follow=False)
+    if found is None or len(found[0]) > MAX_BYTES:
+        return found and f"it has more than {MAX_BYTES >> 20} MiB"
+    try:
+        document = msgspec.json.decode(found[0], type=_Document)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        return f"it does not hold trials: {error}"
+    if document.schema != SCHEMA:
+        return f"it has schema {document.schema} and this version reads {SCHEMA}"
+    if document.environment_key != key:
+        return "it is of another environment"
+    return document if shape_is_sound(document.shape) else "its shape makes no sense"
+
+
+def _rows(m: int, raw: msgspec.Raw) -> list[Tried] | str:
+    """The trials of one M, or why they cannot be used."""
+    try:
+        rows = msgspec.json.decode(raw, type=list[_Row])
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        return f"M={m}: {error}"
+    tried = [Tried(gemm, KernelConfig(*config), ratio, samples) for gemm, config, ratio, samples in rows]
+    if not (1 <= m <= 1 << 24 and all(map(_is_sound, tried))):
+        return f"M={m}: its trials make no sense"
+    return tried
+
+
+def _is_sound(row: Tried) -> bool:
+    sound = math.isfinite(row.ratio) and 0 < row.ratio < 1e6 and 1 <= row.samples < 1 << 53
+    return sound and pair_is_sound(ConfigPair(row.config, row.config), served=True)
+
+
+def _encoded(rows: Iterable[Tried]) -> msgspec.Raw:
+    """The text of one M. A config with keys of its own (another GPU's) has no place in the table and is left out."""
+    packed = [
+        (row.gemm, msgspec.structs.astuple(row.config)[:6], round(row.ratio, 5), row.samples)
+        for row in merged(row for row in rows if not row.config.extra and _is_sound(row))
+    ]
+    return msgspec.Raw(msgspec.json.encode(packed))
