@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Set as AbstractSet
     from pathlib import Path
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("sglang.moe_autotune")
 
 DtypeClass = tuple[str | None, bool, bool]
 """SGLang's selector, whether scales are block-wise, whether they are per channel."""

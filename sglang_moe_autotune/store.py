@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection
     from pathlib import Path
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("sglang.moe_autotune")
 
 _CURE = "make it writable, or set SGLANG_MOE_AUTOTUNE_DIR to a folder that is"
 _EXIT_S = 1.0

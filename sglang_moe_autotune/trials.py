@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from sglang_moe_autotune.records import Environment
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("sglang.moe_autotune")
 
 SCHEMA: Final = 1
 FOLDER: Final = "trials"

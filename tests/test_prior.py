@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import time
 from pathlib import Path
@@ -110,7 +111,9 @@ def test_a_small_space_is_ranked_whole() -> None:
 
 @pytest.mark.sglang
 def test_installed_files_are_read_quickly_and_leave_one_out_finds_most_winners() -> None:
-    package = pytest.importorskip("importlib.util").find_spec("sglang")
+    package = importlib.util.find_spec("sglang")
+    assert package is not None
+    assert package.submodule_search_locations is not None
     root = Path(package.submodule_search_locations[0])
     files = find_files(root / "srt/layers/moe/moe_runner/triton_utils/configs")
     assert len(files) > 300
