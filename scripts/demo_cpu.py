@@ -286,6 +286,8 @@ def main() -> int:
         console.print("A stock SGLang reads OTHER configs from it: this is a bug, please report it.")
         return 1
     console.print("A fresh process with a stock SGLang read the same configs back from it.")
+    look = f"sglang-moe-autotune list --dir {out / 'store'}"
+    console.print(f"Look at what was kept: {look}", soft_wrap=True, highlight=False)
     return 0
 
 
@@ -297,6 +299,7 @@ def export_and_read_back(export: Path, landscape: Any, outcome: Outcome, console
         "-m",
         "sglang_moe_autotune.cli",
         "export",
+        "--replayed",
         str(export),
         "--dir",
         str(out / "store"),

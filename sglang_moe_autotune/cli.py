@@ -151,9 +151,16 @@ def explain_command(shape: str, m: int, folder: Path | None, environment: str | 
     type=click.Path(path_type=Path, file_okay=False),
     help="A folder with files of others, such as SGLang's own: they stay, and what collides is said.",
 )
+@click.option("--replayed", is_flag=True, help="Also rows that were learned on a recording, as in the demo.")
 @shell.options("dir", "environment", "json")
 def export_command(
-    target: Path | None, merge_into: Path | None, folder: Path | None, environment: str | None, *, as_json: bool
+    target: Path | None,
+    merge_into: Path | None,
+    folder: Path | None,
+    environment: str | None,
+    *,
+    replayed: bool,
+    as_json: bool,
 ) -> None:
     """Write what was learned as config files that stock SGLang reads, below DIR.
 
@@ -166,7 +173,7 @@ def export_command(
     if merge_into is not None and place.name == "configs" and any(place.glob("triton_*")):
         place = place.parent  # SGLang's variable names the folder above, people often the one that holds the files
     file = selection.only(selection.opened(shell.root(folder), environment), "the store holds")
-    done = export.export(file.contents, place, keep_foreign=merge_into is not None)
+    done = export.export(file.contents, place, keep_foreign=merge_into is not None, replayed=replayed)
     for note in done.notes:
         click.echo(note, err=True)
     if as_json:
@@ -179,7 +186,8 @@ def export_command(
             click.echo("With this set SGLang reads them, and none of the configs that it ships:", err=True)
             click.echo(f"export SGLANG_MOE_CONFIG_DIR={shlex.quote(str(place.absolute()))}")
     if not done.paths:
-        raise NothingFound(f"nothing that was learned for {file.title} can be exported: see `list`")
+        why = "see above" if done.notes else "see `list`"
+        raise NothingFound(f"nothing that was learned for {file.title} can be exported: {why}")
 
 
 for _command in (

@@ -78,7 +78,7 @@ def check_installed(distribution: str) -> Check:
 def check_sglang(version: str | None) -> Check:
     """SGLang is installed and loads plugins."""
     if version is None:
-        return Check("sglang", "warn", "not installed in this Python", _HERE)
+        return Check("sglang", "fail", "not installed in this Python", _HERE)
     match = re.match(r"(\d+)\.(\d+)\.(\d+)", version)
     if match is None:
         return Check("sglang", "unknown", f"version {version} is not X.Y.Z", "compare with docs/limits.md")
@@ -110,7 +110,7 @@ def check_hooks(root: Path | None) -> list[Check]:
     for target in targets.TARGETS:
         found = source.find(target)
         cure = "" if found.state == "there" else f"install a release of {DISTRIBUTION} made for this SGLang"
-        rows.append(Check(f"hook {target.name}", health[found.state], found.reason or "found", cure))
+        rows.append(Check(f"hook {target.name.split('.')[-1]}", health[found.state], found.reason or "found", cure))
     return rows
 
 

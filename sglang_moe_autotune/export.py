@@ -35,19 +35,26 @@ EVIDENCE = "sglang-moe-autotune-evidence.json"
 """Lies beside it: why each row says what it says."""
 
 
-def export(contents: Contents, folder: Path, *, keep_foreign: bool = False) -> Exported:
+def export(
+    contents: Contents, folder: Path, *, keep_foreign: bool = False, replayed: bool = False
+) -> Exported:
     """Write every shape with a learned row as ``folder/configs/triton_X_Y_Z/<name>.json``, up and down.
 
     Files of an earlier export are replaced, all others stay, and a crash leaves a pair whole or its up file alone.
     Where a file that is not ours has the name of one of ours, it stays and our pair is left out, with a note
     (``keep_foreign``), or ExportError is raised before anything is written; also where SGLang would stumble over
-    the folder.
+    the folder. Rows of a recording are left out, with a note, unless ``replayed``: no GPU has shown them.
     """
     environment = contents.environment
     version_folder = _checked_folder(folder, environment.triton)
     if "/" in environment.device_name or "\0" in environment.device_name:
         raise ExportError(f"a device name with a slash makes no file name: {environment.device_name!r}")
+    shown = {key: r for key, r in contents.records.items() if replayed or r.source != "replayed"}
+    left_out = len(contents.records) - len(shown)
+    contents = msgspec.structs.replace(contents, records=shown)
     chosen, notes = _chosen(contents)
+    if left_out:
+        notes.append(f"{left_out} rows are left out: they are of a recording, not of a GPU (--replayed takes them)")
     manifest, evidence = _read_ours(folder, MANIFEST, list[str]), _read_ours(folder, EVIDENCE, Any)
     texts: dict[Path, str] = {}
     for shape in chosen:
@@ -61,7 +68,8 @@ def export(contents: Contents, folder: Path, *, keep_foreign: bool = False) -> E
         pair = {version_folder / name: encode(rows) for name, rows in zip(names, (up, down), strict=True)}
         foreign = [p for p, text in pair.items() if _is_foreign(p, text, manifest.get(_key(p, folder), []))]
         if foreign and not keep_foreign:
-            raise ExportError(f"{foreign[0]} was not written by this tool, or was changed since: move it away")
+            cure = "move it away, or use --merge-into"
+            raise ExportError(f"{foreign[0]} was not written by this tool, or was changed since: {cure}")
         if foreign:
             notes.append(f"{shape.slug} is left out: {foreign[0]} is not ours, or was changed since, and is kept")
             continue

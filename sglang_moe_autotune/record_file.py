@@ -186,10 +186,13 @@ class RecordFile:
 
 def missing(path: Path) -> StoreError:
     """A file that a command was to read or change is not there."""
-    return StoreError(f"{path} does not exist: `sglang-moe-autotune list` shows the files of the store")
+    cure = "check the path; `sglang-moe-autotune status --json` lists the files of a store"
+    return StoreError(f"{path} does not exist: {cure}")
 
 
 def unreadable(path: Path, found: Unreadable) -> StoreError:
     """A file that a command may not touch; the reason of a newer one names the cure."""
-    cure = "" if found.state == "newer" else "; move it away, a server sets it aside when it next writes"
-    return StoreError(f"{path} is {found.state}: {found.reason}{cure}")
+    if found.state == "newer":
+        return StoreError(f"{path} is newer: {found.reason}")
+    what = "is no file of a store, or a broken one, and stays as it is"
+    return StoreError(f"{path} {what}: {found.reason}; name another")

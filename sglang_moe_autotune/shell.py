@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import os
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from sglang_moe_autotune.objects import Json
+
+_PIPE_COLUMNS = 10_000
 
 _Command = TypeVar("_Command", bound="Callable[..., None]")
 
@@ -123,10 +126,11 @@ def root(folder: Path | None, *, quiet: bool = False) -> Path:
 
 
 def console() -> Console:
-    """Standard output for tables; brackets in a name are printed, not obeyed."""
+    """Standard output for tables; brackets in a name are printed, not obeyed. In a pipe no line is broken."""
     from rich.console import Console  # noqa: PLC0415 - see the module's docstring
 
-    return Console(highlight=False, markup=False, emoji=False)
+    wide = None if sys.stdout.isatty() or os.environ.get("COLUMNS") else _PIPE_COLUMNS
+    return Console(highlight=False, markup=False, emoji=False, width=wide)
 
 
 def emit(value: Json) -> None:

@@ -119,6 +119,8 @@ def find(name: str, shapes: Iterable[MoeShape]) -> tuple[MoeShape, ...]:
         listed = ", ".join(sorted(chosen)[:8])
         raise ShapeNotFoundError(f"{name!r} begins {len(chosen)} stored names: write more of {listed}")
     if not by_slug:
-        raise ShapeNotFoundError(f"no shape is stored, so none is {name!r}: let a server run, or check --dir")
+        raise ShapeNotFoundError(
+            f"no shape is stored, so none is {name!r}: let a server run, check --dir, or (`tune`) give the whole name"
+        )
     near = difflib.get_close_matches(name, by_slug, n=3, cutoff=0.0)
     raise ShapeNotFoundError(f"no stored shape is named {name!r}: the nearest are {', '.join(near)}")

@@ -180,7 +180,7 @@ def shape_rows(rows: Iterable[Row]) -> Table:
     table = _table("M", "verdict", "up", "down", "us", "gain", right=("M", "us", "gain"))
     for row in rows:
         if row.record is None:
-            verdict = "untuned" if row.served else "not served"
+            verdict = "untuned" if row.served else "not met"
             table.add_row(str(row.M), _words(verdict), *_pair(row.baseline))
             continue
         if row.record.source in GIVEN:
@@ -190,7 +190,8 @@ def shape_rows(rows: Iterable[Row]) -> Table:
         verdict, e = row.record.verdict, row.record.evidence
         baseline_us, chosen_us = f"{e.baseline_us:.1f}", f"{e.chosen_us:.1f}"
         gain = percent(e.gain) if verdict == "faster" else ""
-        table.add_row(str(row.M), _words(verdict), *_pair(row.baseline), baseline_us, gain)
+        shown = "replayed" if row.record.source == "replayed" else verdict
+        table.add_row(str(row.M), _words(shown), *_pair(row.baseline), baseline_us, gain)
         if verdict == "faster":
             interval = f"{100 * e.gain_low:.1f}..{100 * e.gain_high:.1f}"
             table.add_row("", f"n={e.samples}", *_pair(row.record.pair), chosen_us, interval)

@@ -25,7 +25,7 @@ def program(folder: Path, name: str, text: str) -> str:
 @pytest.mark.parametrize(
     ("version", "health"),
     [
-        pytest.param(None, "warn", id="not installed"),
+        pytest.param(None, "fail", id="not installed"),
         pytest.param("0.5.9", "fail", id="before plugins"),
         pytest.param("0.5.10.post1", "fail", id="the last one before plugins"),
         pytest.param("0.5.11", "ok", id="the first with plugins"),
@@ -65,7 +65,7 @@ def test_moved_hooks_fail(tmp_path: Path) -> None:
     folder = tmp_path / "sglang" / "srt" / "managers"
     folder.mkdir(parents=True)
     (folder / "scheduler.py").write_text("class Scheduler:\n def run_batch(self): ...")
-    rows = {row.name.rpartition(".")[2]: row for row in doctor.check_hooks(tmp_path)}
+    rows = {row.name.removeprefix("hook "): row for row in doctor.check_hooks(tmp_path)}
     assert rows.pop("run_batch").health == "ok"
     assert {row.health for row in rows.values()} == {"fail"}
     assert all(row.cure for row in rows.values())

@@ -266,6 +266,19 @@ def test_imported_rows_are_not_exported_and_a_pin_without_any_answer_of_sglang_i
     assert (rows[64], rows[63]) == (v.pair().up, v.heuristic(63).up)
 
 
+def test_rows_of_a_recording_are_exported_only_when_asked_for(tmp_path: Path) -> None:
+    contents = v.contents(v.record(64), v.record(128, source="replayed"), v.note(None, 64, 128))
+    done = export(contents, tmp_path / "out")
+    assert any("1 rows are left out" in note for note in done.notes)
+    without = parse(done.paths[0].read_text())
+    every = parse(export(contents, tmp_path / "all", replayed=True).paths[0].read_text())
+    assert isinstance(without, dict)
+    assert isinstance(every, dict)
+    assert without[64] == every[64] == v.pair().up
+    assert without[128] == v.heuristic(128).up
+    assert every[128] == v.pair().up
+
+
 def _change(**environment: Any) -> Contents:
     return msgspec.structs.replace(LEARNED, environment=msgspec.structs.replace(v.H200, **environment))
 
