@@ -239,7 +239,7 @@ class DeviceBench:
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         layer = self._layers[place % len(self._layers)]
         quant = quant_info(layer.module)
-        if quant is None or not quant.w13_weight.is_cuda:
+        if quant is None or quant.w13_weight.device != self.scratch.output.device:
             raise Declined("a layer's weights are not on the GPU now")
         scratch = self.scratch
         buffers = scratch.buffers(gemm, config.BLOCK_SIZE_M, routing, scratch.output if output is None else output)

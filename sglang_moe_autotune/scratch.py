@@ -26,6 +26,11 @@ _SEED = 20
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
+def serving_device() -> torch.device:
+    """The GPU that this process serves from."""
+    return torch.device("cuda", torch.cuda.current_device())
+
+
 def columns(shape: MoeShape, gemm: Gemm) -> int:
     """Columns of a GEMM's output."""
     return shape.w1_shape[1] if gemm == "up" else shape.K
@@ -55,7 +60,7 @@ class Scratch:
     def __init__(self, shape: MoeShape, M: int, align: Align, local_share: float, *, flush: bool) -> None:  # noqa: N803
         self.shape, self.M = shape, M
         self._align, self._local_share = align, local_share
-        device = torch.device("cuda", torch.cuda.current_device())
+        device = serving_device()
         dtype = _DTYPES[shape.activation_dtype]
         rows, up_n = M * shape.top_k, shape.w1_shape[1]
         down_k = up_n if "ungated" in shape.variant or "fused-swiglu" in shape.variant else up_n // 2
