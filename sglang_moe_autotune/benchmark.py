@@ -46,7 +46,8 @@ class _Candidate(NamedTuple):
     """One config of one GEMM, ready to be ordered and launched over the rotation."""
 
     binary: launch.Binary
-    launches: list[launch.Launch]
+    recorded: launch.Launch
+    """the recorded launch of the first layer and routing: its grid and binary are every place's"""
     table: list[list[tuple[Any, ...]]]
     """the kernel's arguments by routing and layer"""
 
@@ -62,7 +63,6 @@ class DeviceProvider:
         self.kernels: dict[str, Any] = {}
         """binaries that this object loaded, by hash; serving's own stay in the kernels' device caches"""
         self.scratch_bytes = 0
-        self.peak_scratch_bytes = 0
 
     def open(self, shape: MoeShape, M: int, baseline: ConfigPair) -> Bench | str:  # noqa: N803
         if shape.dtype is not None or "fused-swiglu" in shape.variant:
@@ -168,8 +168,8 @@ class DeviceBench:
 
     def adopt(self, pair: ConfigPair) -> Readiness:
         for gemm in GEMMS:
-            if self.readiness(gemm, pair.of(gemm)) != "ready":
-                return self.readiness(gemm, pair.of(gemm))
+            if (state := self.readiness(gemm, pair.of(gemm))) != "ready":
+                return state
         before = self._provider.serving.compiled_here()
         for gemm in GEMMS:
             args, named = self._call(gemm, pair.of(gemm), 0, _SLOT_ROUTINGS[0])
@@ -193,15 +193,12 @@ class DeviceBench:
         self._scratch = None
         self._provider.scratch_bytes = 0
 
-    # -- set-up -----------------------------------------------------------------------------------------------
-
     def _set_up(self) -> Iterator[None]:
         provider = self._provider
         flush = len(self._layers) == 1
         scratch = Scratch(self._shape, self._M, provider.serving.align, self._local_share(), flush=flush)
         self._scratch = scratch
         provider.scratch_bytes = scratch.taken_bytes
-        provider.peak_scratch_bytes = max(provider.peak_scratch_bytes, provider.scratch_bytes)
         yield
         yield from scratch.fill((*_SLOT_ROUTINGS, *correctness.ROUTINGS))
         for gemm in GEMMS:
@@ -209,7 +206,7 @@ class DeviceBench:
             candidate = self._candidate(gemm, config)
             if isinstance(candidate, str):
                 raise Declined(f"SGLang's own {gemm} config cannot be rebuilt: {candidate}")
-            if launch.loaded(candidate.launches[0], self._device, candidate.binary) is None:
+            if launch.loaded(candidate.recorded, self._device, candidate.binary) is None:
                 raise Declined(f"the {gemm} launch rebuilt for this M is not one that serving has made")
             yield
             self._expected_us[gemm, config] = 0.0
@@ -263,7 +260,7 @@ class DeviceBench:
             else:
                 swaps = self._swaps(gemm)
                 table = [[launch.rebind(b.bound, swap) for swap in swaps] for b in binaries]
-                self._candidates[place] = _Candidate(binaries[0], launches, table)
+                self._candidates[place] = _Candidate(binaries[0], launches[0], table)
         return self._candidates[place]
 
     def _load(self, gemm: Gemm, config: KernelConfig) -> None:
@@ -273,7 +270,7 @@ class DeviceBench:
         kernels, name = self._provider.kernels, candidate.binary.hash
         if name in kernels:
             return
-        kernel = launch.loaded(candidate.launches[0], self._device, candidate.binary)
+        kernel = launch.loaded(candidate.recorded, self._device, candidate.binary)
         kernel = launch.load(candidate.binary) if kernel is None else kernel
         kernel._init_handles()
         kernels[name] = kernel
@@ -301,7 +298,7 @@ class DeviceBench:
         """Launches of a loaded config, by routing and layer."""
         candidate = self._candidate(gemm, config)
         assert not isinstance(candidate, str)  # noqa: S101 - for the type checker
-        grid = (*candidate.launches[0].grid, 1, 1)[:3]
+        grid = (*candidate.recorded.grid, 1, 1)[:3]
         run = self._provider.kernels[candidate.binary.hash][grid]
         stream = torch.cuda.current_stream().cuda_stream
         table = candidate.table

@@ -1,7 +1,7 @@
 """The process that compiles: no CUDA, niced, dead with the server that started it.
 
 Reads one JSON object a line on stdin (a binary as ``launch.encode`` writes it) and answers one a line on
-stdout: {"hash", "ok", "shared_bytes", "seconds", "error", "fault"}, where "fault" says that the failure is this
+stdout: {"hash", "ok", "shared_bytes", "error", "fault"}, where "fault" says that the failure is this
 process's and not the candidate's. The binary ends up in Triton's disk cache, where the server finds it by its
 hash. Run as ``python -m sglang_moe_autotune.compile_child PARENT_PID PROCESSES``.
 """
@@ -15,7 +15,6 @@ import os
 import signal
 import sys
 import threading
-import time
 import warnings
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -53,7 +52,6 @@ class StubDriver:
 
 def build(order: dict[str, Any]) -> dict[str, Any]:
     """Compile one order; every failure is an answer, because a candidate may be impossible."""
-    start = time.perf_counter()
     answer: dict[str, Any] = {"hash": order.get("hash"), "ok": False, "shared_bytes": None, "error": None}
     answer["fault"] = True
     try:
@@ -72,7 +70,6 @@ def build(order: dict[str, Any]) -> dict[str, Any]:
             answer["error"] = f"{binary.hash} is its name in the compile process: Triton or the kernel differs there"
     except Exception as error:  # noqa: BLE001 - Triton, LLVM and ptxas raise anything; the server gets the text
         answer["error"] = f"{type(error).__name__}: {error}"[:500]
-    answer["seconds"] = round(time.perf_counter() - start, 3)
     return answer
 
 

@@ -31,7 +31,6 @@ class Outcome(NamedTuple):
     ok: bool
     reason: str
     shared_bytes: int | None
-    seconds: float
 
 
 class Compiler:
@@ -53,7 +52,6 @@ class Compiler:
         self._orders: dict[str, bytes] = {}
         self._outcomes: dict[str, Outcome] = {}
         self.ordered = 0
-        self.compile_s = 0.0
 
     @property
     def counts(self) -> dict[str, int]:
@@ -134,7 +132,7 @@ class Compiler:
         try:
             line = json.dumps(launch.encode(binary)).encode() + b"\n"
         except TypeError as error:
-            self._finish(binary.hash, Outcome(False, str(error), None, 0.0))
+            self._finish(binary.hash, Outcome(False, str(error), None))
             return
         self.ordered += 1
         self._orders[binary.hash] = line
@@ -171,7 +169,7 @@ class Compiler:
         )
 
     def _bury(self) -> None:
-        """The child is gone: what it was compiling failed, what it had not begun is ordered again."""
+        """The child is gone: whatever it had not answered is ordered again from a new one."""
         assert self._child is not None  # noqa: S101 - poll has just read from it
         code = self._child.wait()
         self._close_pipes()
@@ -197,8 +195,6 @@ class Compiler:
                     pipe.close()
 
     def _take(self, answer: dict[str, Any]) -> None:
-        seconds = float(answer.get("seconds") or 0.0)
-        self.compile_s += seconds
         reason = answer.get("error") or ""
         if reason and len(self._reasons_logged) < _MAX_REASONS_LOGGED and reason not in self._reasons_logged:
             self._reasons_logged.add(reason)
@@ -206,14 +202,14 @@ class Compiler:
         if answer.get("fault"):
             self._fault = f"the compile process does not work: {reason}"
         elif answer["hash"] in self._orders:
-            self._finish(answer["hash"], Outcome(bool(answer["ok"]), reason, answer.get("shared_bytes"), seconds))
+            self._finish(answer["hash"], Outcome(bool(answer["ok"]), reason, answer.get("shared_bytes")))
 
     def _read_metadata(self, binary: launch.Binary) -> Outcome:
         try:
             shared = launch.shared_bytes(binary)
         except (OSError, ValueError, KeyError) as error:
-            return Outcome(False, f"Triton's cache entry cannot be read: {error}", None, 0.0)
-        return Outcome(True, "", shared, 0.0)
+            return Outcome(False, f"Triton's cache entry cannot be read: {error}", None)
+        return Outcome(True, "", shared)
 
     def _finish(self, name: str, outcome: Outcome) -> Outcome:
         if outcome.ok and outcome.shared_bytes is not None and outcome.shared_bytes > self._shared_memory_bytes:

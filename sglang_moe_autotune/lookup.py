@@ -5,10 +5,12 @@ Pure, and on the hot path: no I/O, no lock, no device call; legal while a stream
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sglang_moe_autotune.shapes import ConfigPair, KernelConfig
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
 
 
 class CallKey(NamedTuple):
@@ -25,9 +27,6 @@ class CallKey(NamedTuple):
     def synthetic(self) -> bool:
         """A call that stands for no layer: LoRA's virtual experts pass one weight twice."""
         return self.w1_shape == self.w2_shape or not len(self.w1_shape) == len(self.w2_shape) == 3
-
-
-Answer = Mapping[str, Any]
 
 
 class Missed(NamedTuple):

@@ -83,11 +83,8 @@ def register() -> None:
     _serving = Serving(settings, hooks=hooks_in_place)
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType  # noqa: PLC0415 - as above
 
-    HookRegistry.register(LOOKUP.path, on_lookup, HookType.AROUND)
-    HookRegistry.register(IDLE.path, on_idle, HookType.AROUND)
-    HookRegistry.register(BATCH.path, on_batch, HookType.BEFORE)
-    HookRegistry.register(LOAD.path, on_load, HookType.AFTER)
-    HookRegistry.register(REQUESTS.path, on_requests, HookType.BEFORE)
+    for target, (hook, kind) in _HOOKS.items():
+        HookRegistry.register(target.path, hook, HookType[kind])
     if _why_unusable(SERVER_INFO) is None:
         HookRegistry.register(SERVER_INFO.path, on_server_info, HookType.AFTER)
 
@@ -180,18 +177,19 @@ def on_server_info(result: Any, _scheduler: Any, *_args: Any, **_kwargs: Any) ->
         _FENCES[SERVER_INFO.name].call(server_info.add, result, _serving)
 
 
-_HOOKS: dict[HookTarget, Callable[..., Any]] = {
-    LOOKUP: on_lookup,
-    IDLE: on_idle,
-    BATCH: on_batch,
-    LOAD: on_load,
-    REQUESTS: on_requests,
+_HOOKS: dict[HookTarget, tuple[Callable[..., Any], str]] = {
+    LOOKUP: (on_lookup, "AROUND"),
+    IDLE: (on_idle, "AROUND"),
+    BATCH: (on_batch, "BEFORE"),
+    LOAD: (on_load, "AFTER"),
+    REQUESTS: (on_requests, "BEFORE"),
 }
+"""each needed target's hook, and the name of its SGLang ``HookType``; without one of them nothing is hooked"""
 
 
 def hooks_in_place() -> dict[str, bool]:
     """Hooked path -> is our function really in the chain that SGLang calls. SGLang's loader only logs a failure."""
-    return {target.path: _holds(_resolve(target), hook) for target, hook in _HOOKS.items()}
+    return {target.path: _holds(_resolve(target), hook) for target, (hook, _) in _HOOKS.items()}
 
 
 def _holds(function: Any, hook: Callable[..., Any]) -> bool:

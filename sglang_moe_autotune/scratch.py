@@ -63,7 +63,7 @@ class Scratch:
         device = serving_device()
         dtype = _DTYPES[shape.activation_dtype]
         rows, up_n = M * shape.top_k, shape.w1_shape[1]
-        down_k = up_n if "ungated" in shape.variant or "fused-swiglu" in shape.variant else up_n // 2
+        down_k = up_n if "ungated" in shape.variant else up_n // 2
         free, _ = torch.cuda.mem_get_info()
         self._pool: Any = torch.cuda.MemPool()
         with self.allocating():

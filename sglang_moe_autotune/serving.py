@@ -318,7 +318,7 @@ class Serving:
     def _add(self, miss: Missed) -> None:
         if (shape := self._shape_of(miss.key)) is None or self.tuner is None:
             return
-        if shape not in self._origins:
+        if shape not in self._notes:
             words = _ORIGIN_WORDS[self.origin(shape)]
             logger.info("MoE autotune recorded %s: SGLang has %s for it.", shape.slug, words)
             self._notes.begin(shape, self.origin(shape))

@@ -30,6 +30,9 @@ class ShapeNotes:
         self._served: dict[int, int] = {}
         self._submitted_s = 0.0
 
+    def __contains__(self, shape: object) -> bool:
+        return shape in self._origins
+
     def begin(self, shape: MoeShape, origin: Origin) -> None:
         """A shape was met; SGLang's answers for it are asked from now on."""
         self._origins[shape] = origin

@@ -520,6 +520,50 @@ def test_a_row_is_not_served_to_layers_of_another_kind_that_make_the_same_call(p
     assert prepared.run(unlike_layers) == {"first": [24], "then": [], "shape": None}
 
 
+def restarted() -> dict[str, object]:
+    import builtins
+    from types import SimpleNamespace
+
+    from sglang_moe_autotune import plugin
+    from sglang_moe_autotune.layers import LiveLayer, call_key
+    from sglang_moe_autotune.lookup import Missed
+    from sglang_moe_autotune.records import Evidence, Record
+    from sglang_moe_autotune.serving import Serving
+    from sglang_moe_autotune.settings import Settings
+    from sglang_moe_autotune.shapes import MoeShape
+
+    given = builtins.given  # type: ignore[attr-defined]
+    serving = Serving(Settings(), hooks=plugin.hooks_in_place)
+    shape = MoeShape(*given.shape)
+    evidence = Evidence(100.0, 80.0, 0.2, 0.1, 0.3, 24, 10, 0.1)
+    record = Record(shape, 24, "faster", given.pair, given.pair, evidence, source="learned")
+    notes = []
+
+    def submit(*, note: object) -> None:
+        notes.append(note)
+
+    serving.store = SimpleNamespace(
+        contents=SimpleNamespace(records={(shape, 24): record}), path="", submit=submit
+    )
+    serving.device = SimpleNamespace(source="learned", provider=None)
+    serving.tuner = SimpleNamespace(add=lambda *_: None, heat=lambda *_: None)
+    key = call_key(shape)
+    serving._layers.add([LiveLayer(SimpleNamespace(), key, "bfloat16", False, ())])  # type: ignore[arg-type]
+    serving._publish_stored()
+    for M in (7, 9):  # noqa: N806 - two misses of one shape are one note
+        serving._add(Missed(key, M, given.pair))
+    passes = 0
+    while serving._notes.step(0.0):
+        passes += 1
+    return {"passes": passes, "notes": [note.shape == shape and bool(note.baselines) for note in notes]}
+
+
+def test_a_restarted_server_notes_a_shape_that_it_has_records_of_too(prepared: SchedulerProcess) -> None:
+    told = prepared.run(restarted)
+    assert told["passes"] > 0
+    assert told["notes"] == [True]
+
+
 def no_layers() -> dict[str, object]:
     import builtins
     import logging
