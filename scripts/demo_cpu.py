@@ -97,9 +97,9 @@ def device_of(landscape: Any, noise_percent: float, seed: int) -> Any:
     import triton
 
     from sglang_moe_autotune import releases
+    from sglang_moe_autotune.device import Device
     from sglang_moe_autotune.records import Environment
     from sglang_moe_autotune.replay import ReplayProvider
-    from sglang_moe_autotune.serving import Device
 
     environment = Environment(
         device_name=landscape.device_name,

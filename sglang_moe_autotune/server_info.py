@@ -28,7 +28,7 @@ def describe(serving: Serving) -> dict[str, Any]:
     """
     tuner, store, device = serving.tuner, serving.store, serving.device
     snapshot = tuner.snapshot() if tuner is not None else None
-    shapes = tally(serving.shapes, store.contents.records if store is not None else {}, snapshot)
+    shapes = tally(serving.overlay.shapes, store.contents.records if store is not None else {}, snapshot)
     compiler = getattr(device.provider, "compiler", None) if device is not None else None
     return {
         "version": __version__,

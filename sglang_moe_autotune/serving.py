@@ -5,19 +5,18 @@ from __future__ import annotations
 import logging
 import os
 import time
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from sglang_moe_autotune import __version__, live, metrics, releases
 from sglang_moe_autotune.budget import Budget
+from sglang_moe_autotune.device import open_device
 from sglang_moe_autotune.heat import Heat
-from sglang_moe_autotune.layers import LiveLayers, call_key, find_layers
+from sglang_moe_autotune.layers import call_key, find_layers
 from sglang_moe_autotune.listener import CompileCount
-from sglang_moe_autotune.lookup import CallKey, Lookup, Missed, read_answer
+from sglang_moe_autotune.overlay import Overlay
 from sglang_moe_autotune.prior import Prior, find_files
-from sglang_moe_autotune.search_space import illegal
 from sglang_moe_autotune.settings import Settings, cache_root
 from sglang_moe_autotune.shape_notes import ShapeNotes
-from sglang_moe_autotune.shapes import ConfigPair, MoeShape
 from sglang_moe_autotune.store import Store
 from sglang_moe_autotune.trials import TrialLog
 from sglang_moe_autotune.tuner import Step, Tuner, TunerOptions
@@ -25,9 +24,10 @@ from sglang_moe_autotune.tuner import Step, Tuner, TunerOptions
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from sglang_moe_autotune.bench import BenchmarkProvider
+    from sglang_moe_autotune.device import Device
+    from sglang_moe_autotune.lookup import CallKey, Missed
     from sglang_moe_autotune.metrics import Metrics
-    from sglang_moe_autotune.records import Environment, Origin, Record, ShapeNote, Source
+    from sglang_moe_autotune.records import Origin, Record, ShapeNote
     from sglang_moe_autotune.status import State
 
 logger = logging.getLogger("sglang.moe_autotune")
@@ -46,22 +46,14 @@ _ORIGIN_WORDS: dict[Origin, str] = {
 }
 
 
-class Device(NamedTuple):
-    """What the process tunes on: the seam that a demonstration replaces."""
-
-    environment: Environment
-    provider: BenchmarkProvider
-    source: Source = "learned"
-    """the ``source`` of the records made with it"""
-
-
 class Serving:
     """The plugin's state in one process. Every method but ``__init__`` is called inside a fence."""
 
     def __init__(self, settings: Settings, hooks: Callable[[], dict[str, bool]]) -> None:
         self.settings = settings
         self.hooks = hooks
-        self.lookup = Lookup()
+        self.overlay = Overlay(settings.mode)
+        self.lookup = self.overlay.lookup
         self.heat = Heat()
         self.compiles = CompileCount()
         self.compiles.install()
@@ -80,10 +72,8 @@ class Serving:
         self.budget = Budget(settings.budget_s)
         self._never = ""
         self._attached = False
-        self._layers = LiveLayers()
         self._faults = 0
         self._added = 0
-        self._origins: dict[MoeShape, Origin] = {}
         self._notes = ShapeNotes(self._submit_note)
         self._captured: Any = {}
         self._last_request_s = self._last_idle_s = time.monotonic()
@@ -124,11 +114,11 @@ class Serving:
             logger.info("MoE autotune stands aside: %s.", self._never)
             return
         fresh = list(find_layers(model_runner.model, model_runner.dtype, releases.padding()))
-        self._layers.add(fresh)
+        self.overlay.layers.add(fresh)
         if self.device is None and fresh:
-            self.start(self._open_device())
-        elif fresh:
-            self._publish_stored()
+            self.start(open_device(self.settings, self.overlay.layers, self.compiles))
+        elif fresh and self.store is not None:
+            self.overlay.publish_stored(self.store.contents)
         self._log_start()
 
     def idle(self, scheduler: Any) -> bool:
@@ -193,9 +183,9 @@ class Serving:
 
     def start(self, device: Device) -> None:
         """Open the store of the device's environment, publish what it holds, and get ready to tune."""
-        self.device = device
+        self.device, self.overlay.source = device, device.source
         self.store = Store.open(self.root, device.environment, read_only=self.settings.mode == "read-only")
-        self._publish_stored()
+        self.overlay.publish_stored(self.store.contents)
         if self.settings.mode != "read-only":
             options = TunerOptions(
                 min_gain=self.settings.min_gain_percent / 100,
@@ -214,18 +204,6 @@ class Serving:
                     self.tuner.learn(record)
         live.start(self)
 
-    def _open_device(self) -> Device:
-        from sglang_moe_autotune.benchmark import DeviceProvider, Lent  # noqa: PLC0415 - needs a GPU
-        from sglang_moe_autotune.compiler import Compiler  # noqa: PLC0415 - needs a GPU
-
-        invoke = releases.invoke_function()
-        environment = releases.environment(invoke)
-        compiler = Compiler(self.settings.compile_processes, environment.shared_memory_bytes)
-        align = releases.fused_module().moe_align_block_size
-        lent = Lent(self._layers.of, invoke, align, lambda: self.compiles.compiled)
-        provider = DeviceProvider(lent, compiler, self.settings.reserve_mb << 20, self.settings.slice_us)
-        return Device(environment, provider)
-
     def _attach(self, scheduler: Any) -> None:
         self._attached = True
         self._never = self._never or releases.why_never(scheduler.server_args)
@@ -243,49 +221,13 @@ class Serving:
                 *(__version__, ", ".join(missing)),
             )
             return
-        shapes = len(self._layers.keys)
+        shapes = len(self.overlay.layers.keys)
         rows = sum(len(rows) for rows in self.lookup.rows().values())
         logger.info(
             "MoE autotune %s: hooks in place; shapes on the Triton path: %d; learned rows: %d; mode %s; store %s.",
             *(__version__, shapes, rows, self.settings.mode),
             self.store.path if self.store is not None else "not opened",
         )
-
-    def _publish_stored(self) -> None:
-        assert self.store is not None  # noqa: S101 - for the type checker
-        rows: list[tuple[CallKey, int, ConfigPair | None]] = []
-        for key, table in self.lookup.rows().items():
-            if self._shape_of(key) is None:  # a model that was loaded later shares this call and is another kind
-                rows += ((key, M, None) for M in table)
-        for record in self.store.contents.records.values():
-            key = call_key(record.shape)
-            if record.verdict == "faster" and self._shape_of(key) == record.shape and self._may_serve(record):
-                rows.append((key, record.M, record.pair))
-        self.lookup.publish(rows)
-
-    def _may_serve(self, record: Record) -> bool:
-        """Does the record still hold here? A legal pin always does. A learned row needs SGLang's answer of today as
-        its baseline, or its gain says nothing; and a file that SGLang ships for this Triton wins over it unless
-        the user says otherwise. Imported rows are candidates, and replayed ones are of a recording."""
-        if any(illegal(config, record.shape) for config in (record.pair.up, record.pair.down)):
-            return False
-        if record.source == "pinned":
-            return True
-        assert self.device is not None  # noqa: S101 - for the type checker
-        if record.source != self.device.source or not self._tunable(record.shape):
-            return False
-        return read_answer(releases.ask_stock(record.shape, record.M)) == record.baseline
-
-    @property
-    def shapes(self) -> tuple[MoeShape, ...]:
-        """The shapes that lookups of this process have asked for, or that have a learned row here."""
-        return tuple(self._origins)
-
-    def origin(self, shape: MoeShape) -> Origin:
-        """Where SGLang's answer comes from; the folder is read once a shape."""
-        if shape not in self._origins:
-            self._origins[shape] = releases.origin(shape)
-        return self._origins[shape]
 
     def _learned(self, record: Record) -> None:
         """The tuner's sink: keep the record, and serve it where that is allowed."""
@@ -310,35 +252,26 @@ class Serving:
         if served := self.heat.take(self._captured):
             self._notes.count(served)
             assert self.tuner is not None  # noqa: S101 - for the type checker
-            for shape in self._origins:
+            for shape in self.overlay.shapes:
                 for M, count in served.items():  # noqa: N806
                     self.tuner.heat(shape, M, count)
         return self._notes.step(now)
 
     def _add(self, miss: Missed) -> None:
-        if (shape := self._shape_of(miss.key)) is None or self.tuner is None:
+        if (shape := self.overlay.shape_of(miss.key)) is None or self.tuner is None:
             return
         if shape not in self._notes:
-            words = _ORIGIN_WORDS[self.origin(shape)]
+            words = _ORIGIN_WORDS[self.overlay.origin(shape)]
             logger.info("MoE autotune recorded %s: SGLang has %s for it.", shape.slug, words)
-            self._notes.begin(shape, self.origin(shape))
+            self._notes.begin(shape, self.overlay.origin(shape))
         small = self.settings.max_m >= miss.M and self._added < _MAX_ADDED
-        if miss.baseline is not None and small and self._tunable(shape):
+        if miss.baseline is not None and small and self.overlay.tunable(shape):
             self._added += 1
             self.tuner.add(shape, miss.M, miss.baseline)
 
     def _submit_note(self, note: ShapeNote) -> None:
         assert self.store is not None  # noqa: S101 - for the type checker
         self.store.submit(note=note)
-
-    def _tunable(self, shape: MoeShape) -> bool:
-        return self.settings.mode == "all" or self.origin(shape) != "exact"
-
-    def _shape_of(self, key: CallKey) -> MoeShape | None:
-        """The one shape of live layers that a call stands for; on a recorded device every call stands for itself."""
-        if not self._layers and self.device is not None and self.device.source == "replayed":
-            return MoeShape(*key)
-        return self._layers.shape_of(key)
 
     def _stand_aside(self, reason: str) -> None:
         if self.reason != reason and self.tuner is not None:

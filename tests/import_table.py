@@ -28,7 +28,7 @@ LAYERS: dict[str, Layer] = {
     **dict.fromkeys(
         (
             "benchmark", "compiler", "compile_child", "launch", "layers", "releases", "correctness", "plugin",
-            "timing", "scratch", "shape_notes", "listener", "live", "serving",
+            "timing", "scratch", "shape_notes", "listener", "live", "serving", "overlay", "device",
             "metrics", "server_info", "offline", "machine", "stand_in", "warm",
         ),
         "edge",

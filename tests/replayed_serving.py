@@ -48,7 +48,7 @@ def replayed_serving(ms: tuple[int, ...] = (8, 64, 512), deferred: int | None = 
         slices=0,
         idle_s=1.5,
         compiles=SimpleNamespace(for_tuning=0),
-        shapes=(SMALL,),
+        overlay=SimpleNamespace(shapes=(SMALL,)),
     )
 
 

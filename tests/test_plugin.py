@@ -502,18 +502,18 @@ def unlike_layers() -> dict[str, object]:
     record = Record(shape, 24, "faster", given.pair, given.pair, evidence, source="pinned")
     contents = SimpleNamespace(records={(shape, 24): record})
     serving.store = SimpleNamespace(contents=contents, path="")
-    serving.device = SimpleNamespace(source="learned", provider=None)
+    serving.overlay.source = "learned"
     key = call_key(shape)
 
     def layer(*variant: str) -> LiveLayer:
         return LiveLayer(SimpleNamespace(), key, "bfloat16", False, variant)  # type: ignore[arg-type]
 
-    serving._layers.add([layer(), layer()])
-    serving._publish_stored()
+    serving.overlay.layers.add([layer(), layer()])
+    serving.overlay.publish_stored(serving.store.contents)
     first = sorted(serving.lookup.rows().get(key, {}))
-    serving._layers.add([layer("bias")])  # a draft model of another kind, loaded later, makes the same call
-    serving._publish_stored()
-    return {"first": first, "then": sorted(serving.lookup.rows().get(key, {})), "shape": serving._shape_of(key)}
+    serving.overlay.layers.add([layer("bias")])  # a draft model of another kind, loaded later, makes the same call
+    serving.overlay.publish_stored(serving.store.contents)
+    return {"first": first, "then": sorted(serving.lookup.rows().get(key, {})), "shape": serving.overlay.shape_of(key)}
 
 
 def test_a_row_is_not_served_to_layers_of_another_kind_that_make_the_same_call(prepared: SchedulerProcess) -> None:
@@ -545,11 +545,11 @@ def restarted() -> dict[str, object]:
     serving.store = SimpleNamespace(
         contents=SimpleNamespace(records={(shape, 24): record}), path="", submit=submit
     )
-    serving.device = SimpleNamespace(source="learned", provider=None)
+    serving.overlay.source = "learned"
     serving.tuner = SimpleNamespace(add=lambda *_: None, heat=lambda *_: None)
     key = call_key(shape)
-    serving._layers.add([LiveLayer(SimpleNamespace(), key, "bfloat16", False, ())])  # type: ignore[arg-type]
-    serving._publish_stored()
+    serving.overlay.layers.add([LiveLayer(SimpleNamespace(), key, "bfloat16", False, ())])  # type: ignore[arg-type]
+    serving.overlay.publish_stored(serving.store.contents)
     for M in (7, 9):  # noqa: N806 - two misses of one shape are one note
         serving._add(Missed(key, M, given.pair))
     passes = 0
@@ -594,7 +594,7 @@ def no_layers() -> dict[str, object]:
         plugin._serving = kept
         log.removeHandler(handler)
     (miss,) = serving.lookup.take_seen(99)
-    told = {"slept": stub.slept, "shape": serving._shape_of(miss.key), "log": messages}
+    told = {"slept": stub.slept, "shape": serving.overlay.shape_of(miss.key), "log": messages}
     return {**told, "tuner": serving.tuner is None, "store": serving.store is None}
 
 

@@ -1,0 +1,72 @@
+"""The overlay: which learned rows are laid over SGLang's own answers, for the layers of this process."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from sglang_moe_autotune import releases
+from sglang_moe_autotune.layers import LiveLayers, call_key
+from sglang_moe_autotune.lookup import CallKey, Lookup, read_answer
+from sglang_moe_autotune.search_space import illegal
+from sglang_moe_autotune.shapes import ConfigPair, MoeShape
+
+if TYPE_CHECKING:
+    from sglang_moe_autotune.records import Contents, Origin, Record, Source
+    from sglang_moe_autotune.settings import Mode
+
+
+class Overlay:
+    """The live layers, where SGLang's answers for them come from, and the rows that are served instead."""
+
+    def __init__(self, mode: Mode) -> None:
+        self.lookup = Lookup()
+        self.layers = LiveLayers()
+        self.source: Source | None = None
+        """of the records made in this process; None before it has a device"""
+        self._mode = mode
+        self._origins: dict[MoeShape, Origin] = {}
+
+    def publish_stored(self, contents: Contents) -> None:
+        """Serve the stored rows that hold here, and take back those whose call stands for no one shape any more."""
+        rows: list[tuple[CallKey, int, ConfigPair | None]] = []
+        for key, table in self.lookup.rows().items():
+            if self.shape_of(key) is None:  # a model that was loaded later shares this call and is another kind
+                rows += ((key, M, None) for M in table)
+        for record in contents.records.values():
+            key = call_key(record.shape)
+            if record.verdict == "faster" and self.shape_of(key) == record.shape and self.may_serve(record):
+                rows.append((key, record.M, record.pair))
+        self.lookup.publish(rows)
+
+    def may_serve(self, record: Record) -> bool:
+        """Does the record still hold here? A legal pin always does. A learned row needs SGLang's answer of today as
+        its baseline, or its gain says nothing; and a file that SGLang ships for this Triton wins over it unless
+        the user says otherwise. Imported rows are candidates, and replayed ones are of a recording."""
+        if any(illegal(config, record.shape) for config in (record.pair.up, record.pair.down)):
+            return False
+        if record.source == "pinned":
+            return True
+        if record.source != self.source or not self.tunable(record.shape):
+            return False
+        return read_answer(releases.ask_stock(record.shape, record.M)) == record.baseline
+
+    @property
+    def shapes(self) -> tuple[MoeShape, ...]:
+        """The shapes that lookups of this process have asked for, or that have a learned row here."""
+        return tuple(self._origins)
+
+    def origin(self, shape: MoeShape) -> Origin:
+        """Where SGLang's answer comes from; the folder is read once a shape."""
+        if shape not in self._origins:
+            self._origins[shape] = releases.origin(shape)
+        return self._origins[shape]
+
+    def tunable(self, shape: MoeShape) -> bool:
+        """May a learned row answer for this shape, as the mode says?"""
+        return self._mode == "all" or self.origin(shape) != "exact"
+
+    def shape_of(self, key: CallKey) -> MoeShape | None:
+        """The one shape of live layers that a call stands for; on a recorded device every call stands for itself."""
+        if not self.layers and self.source == "replayed":
+            return MoeShape(*key)
+        return self.layers.shape_of(key)
