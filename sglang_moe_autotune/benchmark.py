@@ -10,7 +10,7 @@ from triton.errors import TritonError
 
 from sglang_moe_autotune import correctness, launch
 from sglang_moe_autotune.bench import Bench, Comparison, Declined, Readiness, Sample
-from sglang_moe_autotune.layers import LiveLayer, gemm_call, quant_info
+from sglang_moe_autotune.layers import LiveLayer, gemm_call, quant_info, weight_operands
 from sglang_moe_autotune.scratch import FLUSH_BYTES, Align, Scratch, scratch_bytes
 from sglang_moe_autotune.search_space import AXES
 from sglang_moe_autotune.shapes import GEMMS, ConfigPair, Gemm, KernelConfig, MoeShape
@@ -65,10 +65,8 @@ class DeviceProvider:
         self.scratch_bytes = 0
 
     def open(self, shape: MoeShape, M: int, baseline: ConfigPair) -> Bench | str:  # noqa: N803
-        if shape.dtype is not None or "fused-swiglu" in shape.variant:
-            # Each launch quantises its activations anew, and a fused epilogue writes other columns: neither was
-            # shown on a GPU, and the scratch does not count them.
-            return "only bf16 and fp16 layers without a fused epilogue are tuned yet"
+        if "fused-swiglu" in shape.variant:
+            return "layers with a fused epilogue are not tuned yet: it writes other columns"
         self.compiler.recover()
         layers = self.serving.layers(shape)
         if not layers:
@@ -245,7 +243,7 @@ class DeviceBench:
 
     def _record(self, gemm: Gemm, config: KernelConfig, place: int, routing: str, output: Any = None) -> launch.Launch:
         args, named = self._call(gemm, config, place, routing, output)
-        return self._provider.recorder.record(*args, **named)
+        return self._provider.recorder.record(*args, quantise=self.scratch.quantise, **named)
 
     def _candidate(self, gemm: Gemm, config: KernelConfig) -> _Candidate | str:
         place = (gemm, config)
@@ -276,19 +274,19 @@ class DeviceBench:
         kernels[name] = kernel
 
     def _swaps(self, gemm: Gemm) -> list[dict[int, torch.Tensor]]:
-        """For each layer of the rotation: its weights by the identity of the first layer's, which were recorded."""
+        """For each layer of the rotation: its weights by the address of the first layer's, which were recorded."""
         operands = []
         for layer in self._layers[:_MAX_LAYERS]:
             if (quant := quant_info(layer.module)) is None:
                 raise Declined("a layer's weights are not on the GPU now")
-            up = gemm == "up"
-            operands.append((quant.w13_weight if up else quant.w2_weight, quant.b13 if up else quant.b2))
+            operands.append(weight_operands(gemm, quant))
         first = operands[0]
         for these in operands:
             for mine, theirs in zip(first, these, strict=True):
-                if mine is not None and mine.data_ptr() % 16 != theirs.data_ptr() % 16:
+                if mine is not None and (theirs is None or mine.data_ptr() % 16 != theirs.data_ptr() % 16):
                     raise Declined("the layers of this shape do not share one binary: their weights are aligned unlike")
-        return [{id(a): b for a, b in zip(first, these, strict=True) if a is not None} for these in operands]
+        pairs = [zip(first, these, strict=True) for these in operands]
+        return [{a.data_ptr(): b for a, b in pair if a is not None and b is not None} for pair in pairs]
 
     @property
     def _rotation(self) -> Rotation:

@@ -6,11 +6,13 @@ grid and flags are the release's own; Triton's own binder then says which binary
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import importlib
 import inspect
 import json
 import types
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -21,7 +23,7 @@ from triton.runtime.cache import get_cache_key, get_cache_manager
 from triton.runtime.jit import JITFunction
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Mapping
 
 Json = dict[str, Any]
 
@@ -55,6 +57,10 @@ class Binary(NamedTuple):
         return bool(group) and self.metadata_name in group
 
 
+Quantise = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+"""what a recording does in place of ``function(*args, **kwargs)``, a quantisation of the activations"""
+
+
 class _Recorder:
     """Stands where the kernel stood: ``recorder[grid](...)`` keeps the call."""
 
@@ -73,7 +79,8 @@ class LaunchRecorder:
     """Calls a launching function for the record only.
 
     A copy of the function sees recorders in place of the kernels that it names; the module that serves is
-    never touched. Raises TypeError where the function names no Triton kernel (a release that this cannot read).
+    never touched. In 8 bit the function quantises its activations before the launch: who records may answer
+    that from memory. Raises TypeError where the function names no Triton kernel (a release that this cannot read).
     """
 
     def __init__(self, invoke: Callable[..., Any]) -> None:
@@ -87,19 +94,33 @@ class LaunchRecorder:
         if not kernels:
             raise TypeError(f"{function.__module__}.{function.__qualname__} names no Triton kernel to record")
         scope.update({name: _Recorder(kernel, self._calls) for name, kernel in kernels.items()})
+        names = [n for n in function.__code__.co_names if "quant" in n and n not in kernels]
+        scope.update({n: functools.partial(self._quantised, v) for n in names if callable(v := scope.get(n))})
+        self._quantise: Quantise | None = None
         self._copy = types.FunctionType(
             function.__code__, scope, function.__name__, function.__defaults__, function.__closure__
         )
         self._copy.__kwdefaults__ = function.__kwdefaults__
         self.parameters = frozenset(inspect.signature(function).parameters)
 
-    def record(self, *args: Any, **kwargs: Any) -> Launch:
-        """The one launch that this call would make. Raises what the function raises, or ValueError for none."""
+    def record(self, *args: Any, quantise: Quantise | None = None, **kwargs: Any) -> Launch:
+        """The one launch that this call would make. Raises what the function raises, or ValueError for none.
+
+        quantise: asked for the quantised activations; without it they are made, as a call that serves makes them.
+        """
         self._calls.clear()
-        self._copy(*args, **kwargs)
+        self._quantise = quantise
+        try:
+            self._copy(*args, **kwargs)
+        finally:
+            self._quantise = None
         if len(self._calls) != 1:
             raise ValueError(f"{self._function.__qualname__} made {len(self._calls)} launches where one was expected")
         return self._calls.pop()
+
+
+    def _quantised(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs) if self._quantise is None else self._quantise(function, args, kwargs)
 
 
 def binary_of(launch: Launch, device: int) -> Binary:
@@ -119,8 +140,11 @@ def binary_of(launch: Launch, device: int) -> Binary:
 
 
 def rebind(bound: tuple[Any, ...], swap: dict[int, Any]) -> tuple[Any, ...]:
-    """The arguments of a launch with some tensors, named by their identity, replaced."""
-    return tuple(swap.get(id(value), value) for value in bound)
+    """The arguments of a launch with some tensors, named by their address, replaced.
+
+    By address, because SGLang may hand out a new view of the same weights each time it is asked for them.
+    """
+    return tuple(swap.get(value.data_ptr(), value) if hasattr(value, "data_ptr") else value for value in bound)
 
 
 def cache_hash(source: ASTSource, target: Any, options: Any) -> str:

@@ -139,6 +139,13 @@ def quant_info(module: torch.nn.Module) -> Any | None:
     return None if getattr(quant, "use_mxfp8", False) else quant
 
 
+def weight_operands(gemm: Gemm, quant: Any) -> tuple[torch.Tensor | None, ...]:
+    """What one GEMM reads of a layer: weight, bias, the weight's scale and zero points."""
+    if gemm == "up":
+        return quant.w13_weight, quant.b13, quant.w13_scale, quant.w13_zp
+    return quant.w2_weight, quant.b2, quant.w2_scale, quant.w2_zp
+
+
 def gemm_call(
     gemm: Gemm, layer: LiveLayer, quant: Any, buffers: Buffers, top_k: int, config: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -153,14 +160,15 @@ def gemm_call(
     on_input = "router-weight-on-input" in layer.variant
     a = buffers.a
     compute_type = tl.bfloat16 if a.dtype == torch.bfloat16 else tl.float16
+    weight, bias, scale, zero_points = weight_operands(gemm, quant)
     positional = (
         a,
-        quant.w13_weight if up else quant.w2_weight,
-        quant.b13 if up else quant.b2,
+        weight,
+        bias,
         buffers.c,
         quant.a13_scale if up else quant.a2_scale,
-        quant.w13_scale if up else quant.w2_scale,
-        quant.w13_zp if up else quant.w2_zp,
+        scale,
+        zero_points,
         buffers.topk_weights,
         buffers.topk_ids,
         buffers.sorted_token_ids,

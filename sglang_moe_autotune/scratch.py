@@ -9,6 +9,7 @@ import torch
 
 from sglang_moe_autotune import correctness
 from sglang_moe_autotune.layers import Buffers
+from sglang_moe_autotune.search_space import EIGHT_BIT
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -26,6 +27,10 @@ _SEED = 20
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
+def _identity(value: object) -> object:
+    return (value.data_ptr(), value._version) if isinstance(value, torch.Tensor) else value
+
+
 def serving_device() -> torch.device:
     """The GPU that this process serves from."""
     return torch.device("cuda", torch.cuda.current_device())
@@ -37,12 +42,14 @@ def columns(shape: MoeShape, gemm: Gemm) -> int:
 
 
 def scratch_bytes(shape: MoeShape, M: int, *, flush: bool) -> int:  # noqa: N803
-    """What a ``Scratch`` takes: activations of both GEMMs, two outputs, and a margin for routings, aligned ids and
-    the temporaries of a comparison."""
+    """What a ``Scratch`` takes: activations of both GEMMs, in 8 bit also quantised, two outputs, and a margin for
+    routings, aligned ids and the temporaries of a comparison."""
     width = _DTYPES[shape.activation_dtype].itemsize
     rows = M * shape.top_k
     inputs = M * shape.K + rows * shape.w1_shape[1]
-    return width * (inputs + 2 * _output_elements(shape, M, flush=flush)) + _MARGIN_BYTES
+    # A quantised element takes one byte and its part of a scale: a float32 for 64 elements at the most.
+    quantised = inputs * 17 // 16 if shape.dtype in EIGHT_BIT else 0
+    return width * (inputs + 2 * _output_elements(shape, M, flush=flush)) + quantised + _MARGIN_BYTES
 
 
 def _output_elements(shape: MoeShape, M: int, *, flush: bool) -> int:  # noqa: N803
@@ -78,6 +85,7 @@ class Scratch:
         self._generator = torch.Generator(device=device).manual_seed(_SEED + M)
         self._ids: dict[str, torch.Tensor] = {}
         self._aligned: dict[tuple[str, int], tuple[torch.Tensor, ...]] = {}
+        self._quantised: dict[int, tuple[tuple[object, ...], Any]] = {}
 
     def allocating(self) -> Any:
         """A context in which this thread allocates in the pool, so that nothing of it stays with the process."""
@@ -91,6 +99,7 @@ class Scratch:
         self._a.clear()
         self._ids.clear()
         self._aligned.clear()
+        self._quantised.clear()
         del self.output, self.reference, self._weights
         self._pool = None
 
@@ -121,6 +130,17 @@ class Scratch:
             self._a[gemm], c if gemm == "down" else c.view(-1, c.shape[-1]), self._weights, ids, sorted_ids, experts,
             post_padded,
         )  # fmt: skip
+
+    def quantise(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """``function(*args, **kwargs)``, a quantisation of one of the activations, made once for all candidates:
+        what it depends on is the operand and the shape, never the config. For ``LaunchRecorder.record``."""
+        operand, *rest = args
+        # Beside the operand a layer's own static scale: a tensor that stays where it is.
+        made_of = (function, *map(_identity, (operand, *rest, *kwargs.values())))
+        if self._quantised.get(id(operand), (None,))[0] != made_of:
+            with self.allocating():
+                self._quantised[id(operand)] = made_of, function(*args, **kwargs)
+        return self._quantised[id(operand)][1]
 
     def view(self, gemm: Gemm, output: torch.Tensor) -> torch.Tensor:
         """The part of an output that a GEMM writes: (M, top_k, columns)."""

@@ -27,7 +27,7 @@ TRITON_WARPS: Final = 4
 TRITON_STAGES: Final = 3
 """What Triton takes where a config leaves them out."""
 
-_EIGHT_BIT = ("fp8_w8a8", "int8_w8a8")
+EIGHT_BIT: Final = ("fp8_w8a8", "int8_w8a8")
 _WEIGHT_ONLY = {"int4_w4a16": 2, "int8_w8a16": 1}  # weights in one byte of the packed dimension
 
 
@@ -44,7 +44,7 @@ def illegal(config: KernelConfig, shape: MoeShape) -> str | None:
     """
     block_n, block_k = shape.block_shape or (0, 0)
     tile_n, tile_k = config.BLOCK_SIZE_N, config.BLOCK_SIZE_K
-    if shape.dtype in _EIGHT_BIT and block_n > 0 and block_k > 0:
+    if shape.dtype in EIGHT_BIT and block_n > 0 and block_k > 0:
         if block_k % tile_k:
             return f"BLOCK_SIZE_K={tile_k} must divide the {block_k} of block_shape: a tile has one scale along K"
         if max(tile_n, block_n) % min(tile_n, block_n):
@@ -66,7 +66,7 @@ def shared_memory_bytes(config: KernelConfig, shape: MoeShape, *, all_stages: bo
     stages = TRITON_STAGES if config.num_stages is None else config.num_stages
     if shape.dtype in _WEIGHT_ONLY:
         a_bytes, b_bytes = 2, 1
-    elif shape.dtype in _EIGHT_BIT:
+    elif shape.dtype in EIGHT_BIT:
         a_bytes, b_bytes = 1, 1
     else:
         a_bytes = b_bytes = 4 if "float32" in (shape.dtype, shape.activation_dtype) else 2

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.sglang
 
 
 def prepare() -> None:
-    """Leave ``open_bench(layers, wrong)`` in the process, on a GPU that is a clock and a list of launches."""
+    """Leave ``open_bench(layers, M, fp8)`` in the process, on a GPU that is a clock and a list of launches."""
     import builtins
     from contextlib import nullcontext
     from types import SimpleNamespace
@@ -32,6 +32,15 @@ def prepare() -> None:
 
     triton.runtime.driver.set_active(compile_child.StubDriver(GPUTarget("cuda", 90, 32)))
     gpu = SimpleNamespace(now_ms=0.0, launches=[], loaded=[], wrong=None, refuse=None, pools=0, free=8 << 30)
+    gpu.quantised, gpu.asked = [], 0
+
+    def quantise(operand: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.Tensor]:
+        gpu.asked += 1
+        scales = torch.ones(operand.shape[0], -(-operand.shape[1] // group))
+        return operand.to(torch.float8_e4m3fn), scales
+
+    kernels = releases.invoke_function().__globals__
+    kernels["per_token_group_quant_fp8"] = quantise  # SGLang's is a kernel of its own, and needs a GPU
 
     class Event:
         def __init__(self, enable_timing: bool) -> None:
@@ -74,17 +83,21 @@ def prepare() -> None:
         def __init__(self, binary: launch.Binary) -> None:
             names = binary.source.fn.arg_names
             self.place = {n: names.index(n) for n in ("b_ptr", "c_ptr", "sorted_token_ids_ptr", "BLOCK_SIZE_N")}
+            self.place |= {n: names.index(n) for n in ("a_ptr", "a_scale_ptr", "b_scale_ptr")}
 
         def _init_handles(self) -> None: ...
 
         def __getitem__(self, grid: object) -> object:
+            operands = ("a_ptr", "a_scale_ptr", "b_scale_ptr", "b_ptr")
+
             def run(*bound: object, stream: object = None) -> None:
                 value = {n: bound[i] for n, i in self.place.items()}
                 tile = value["BLOCK_SIZE_N"]
                 if gpu.refuse == tile:
                     raise RuntimeError("Triton Error [CUDA]: invalid argument")
                 gpu.now_ms += 0.2 if tile == 32 else 0.1
-                gpu.launches.append((tile, id(value["b_ptr"]), id(value["sorted_token_ids_ptr"])))
+                gpu.launches.append((tile, value["b_ptr"].data_ptr(), id(value["sorted_token_ids_ptr"])))
+                gpu.quantised.append([value[n].data_ptr() if value[n] is not None else 0 for n in operands])
                 value["c_ptr"].fill_(1.0)  # type: ignore[attr-defined]
                 if gpu.wrong == tile:
                     value["c_ptr"][-1].fill_(2.0)  # type: ignore[index]
@@ -101,24 +114,35 @@ def prepare() -> None:
         return tuple(torch.zeros(n, dtype=torch.int32) for n in (count, -(-count // block), 1))
 
     class Layer(torch.nn.Module):
-        def __init__(self) -> None:
+        def __init__(self, fp8: bool) -> None:
             super().__init__()
-            self.w1 = torch.nn.Parameter(torch.zeros(8, 64, 64, dtype=torch.bfloat16), requires_grad=False)
-            self.w2 = torch.nn.Parameter(torch.zeros(8, 64, 32, dtype=torch.bfloat16), requires_grad=False)
+            dtype = torch.float8_e4m3fn if fp8 else torch.bfloat16
+            self.w1, self.w2 = torch.zeros(8, 64, 64, dtype=dtype), torch.zeros(8, 64, 32, dtype=dtype)
+            scales = (torch.ones(8, 2, 2), torch.ones(8, 2, 1)) if fp8 else (None, None)
             self.moe_runner_config = SimpleNamespace(num_experts=8, num_local_experts=8, top_k=2, is_gated=True)
             runner = SimpleNamespace(runner_backend=MoeRunnerBackend.TRITON)
             self.quant_method = SimpleNamespace(
-                runner=runner, get_triton_quant_info=lambda layer: TritonMoeQuantInfo(layer.w1, layer.w2)
+                runner=runner,
+                # A view each time, as some of SGLang's methods make one.
+                get_triton_quant_info=lambda layer: TritonMoeQuantInfo(
+                    layer.w1[:],
+                    layer.w2[:],
+                    use_fp8_w8a8=fp8,
+                    w13_scale=scales[0],
+                    w2_scale=scales[1],
+                    block_shape=[32, 32] if fp8 else None,
+                ),
             )
 
     pair = lambda n: ConfigPair(*[KernelConfig(16, n, 32, 1, 4, 2)] * 2)  # noqa: E731
 
-    def open_bench(layers: int, M: int = 40) -> SimpleNamespace:  # noqa: N803
-        gpu.launches, gpu.wrong, gpu.refuse = [], None, None
-        model = torch.nn.ModuleList([Layer() for _ in range(layers)])
+    def open_bench(layers: int, M: int = 40, fp8: bool = False) -> SimpleNamespace:  # noqa: N803
+        gpu.launches, gpu.wrong, gpu.refuse, gpu.quantised, gpu.asked = [], None, None, [], 0
+        model = torch.nn.ModuleList([Layer(fp8) for _ in range(layers)])
         live = LiveLayers()
         live.add(find_layers(model, torch.bfloat16, 0))
-        key = CallKey((8, 64, 64), (8, 64, 32), 2, None, None, False)
+        selector, block = ("fp8_w8a8", (32, 32)) if fp8 else (None, None)
+        key = CallKey((8, 64, 64), (8, 64, 32), 2, selector, block, False)
         adopted: list[int] = []
         invoke = releases.invoke_function()
         lent = benchmark.Lent(live.of, invoke, align, lambda: 0)
@@ -127,7 +151,7 @@ def prepare() -> None:
         provider.serving = lent._replace(invoke=lambda *args, **named: adopted.append(args[14]["BLOCK_SIZE_N"]))
         shape = live.shape_of(key)
         bench = provider.open(shape, M, pair(32))
-        weights = [id(layer.w1) for layer in model]
+        weights = [layer.w1.data_ptr() for layer in model]
         return SimpleNamespace(bench=bench, provider=provider, gpu=gpu, adopted=adopted, pair=pair, weights=weights)
 
     builtins.open_bench = open_bench  # type: ignore[attr-defined]
@@ -232,3 +256,43 @@ def test_what_is_wrong_refused_too_large_or_not_what_serves_is_told(scheduler: S
     assert "invalid argument" in told["after"][1]
     assert "MiB kept in reserve" in told["memory"]
     assert "not one that serving has made" in told["unserved"]
+
+
+def quantised() -> dict[str, object]:
+    import builtins
+
+    bed = builtins.open_bench(3, fp8=True)  # type: ignore[attr-defined]
+    bench, gpu, fast = bed.bench, bed.gpu, bed.pair(64)
+    while not bench.prepare():
+        pass
+    gpu.quantised.clear()
+    for tile in (64, 128, 256):
+        for _ in range(4):
+            bench.readiness("up", bed.pair(tile).up)
+            bench.measure("up", bed.pair(tile).up, 8)
+    timed, asked = list(gpu.quantised), gpu.asked
+    while (comparison := bench.compare(fast, 0)) is None:
+        pass
+    bench._scratch._a["up"].normal_()
+    bench._candidates.clear()
+    bench.readiness("up", fast.up)
+    after = gpu.asked
+    bench.close()
+    return {
+        "activations": len({(a, scale) for a, scale, _, _ in timed}),
+        "weights": len({b for *_, b in timed}),
+        "scales_of_weights": len({(scale, b) for *_, scale, b in timed}),
+        "asked": asked, "ok": comparison.ok, "after": after - asked,
+    }  # fmt: skip
+
+
+def test_activations_are_quantised_once_for_all_candidates_and_anew_when_they_change(
+    scheduler: SchedulerProcess,
+) -> None:
+    scheduler.run(prepare)
+    told = scheduler.run(quantised)
+    assert told["activations"] == 1, "candidate and baseline read different operands"
+    assert told["asked"] == 2, "one quantisation a GEMM"
+    assert told["weights"] == told["scales_of_weights"] == 3, "a layer's scales went with another layer's weights"
+    assert told["ok"]
+    assert told["after"] >= 1, "changed activations were taken for the old ones"

@@ -132,5 +132,5 @@ def test_a_slice_whose_launches_came_late_is_dirty_and_lengthens_the_next_spin(d
 def test_only_the_named_tensors_of_a_launch_are_replaced() -> None:
     a, b, other = torch.zeros(2), torch.zeros(2), torch.ones(2)
     bound = (a, None, b, 7, a)
-    found = rebind(bound, {id(a): other})
+    found = rebind(bound, {a.data_ptr(): other})
     assert all(x is y for x, y in zip(found, (other, None, b, 7, other), strict=True))

@@ -1,0 +1,226 @@
+#!/usr/bin/env python3
+"""Measure every candidate of a shape on this GPU, for `simulate` and `scripts/bench search`.
+
+    record_landscape.py E=256,N=256,K=3072,top_k=8 --out FILE [--m 2,16,64] [--budget-s 300] [--compile-only]
+
+Run it with an interpreter that has SGLang and this package. The weights are made up, the launches are the bench's
+own: in turn with SGLang's config on layers in rotation, so a recorded time is the ratio to SGLang's config, times
+that config's median. The file is written after each M; started again, it goes on with the M that are missing.
+``--compile-only`` fills Triton's cache and measures nothing. Exits with 1 where an M is missing at the end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import contextlib
+import gzip
+import json
+import math
+import sys
+import time
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+from sglang_moe_autotune import machine, stand_in
+from sglang_moe_autotune.errand import Errand, Item, shape_of_fields
+from sglang_moe_autotune.search_space import full_space, illegal, shared_memory_bytes
+from sglang_moe_autotune.shapes import GEMMS, ConfigPair, Gemm, KernelConfig, MoeShape
+
+if TYPE_CHECKING:
+    from sglang_moe_autotune.bench import Bench, Sample
+
+DEFAULT_M = "2,8,16,32,64,128,256,512,1024,4096"
+SAMPLES = 3
+SLICE_US = 20_000.0
+MAX_DIRTY = 20
+TELL_EVERY_S = 5.0
+ABOUT = (
+    "Latency of SGLang {sglang}'s Triton fused-MoE GEMMs for made-up weights and activations, measured on one {gpu}"
+    " (driver {driver}, Triton {triton}). Microseconds of one launch, activations quantised beforehand where they"
+    " are: the median ratio to SGLang's own config of up to {samples} pairs launched in turn on layers in rotation,"
+    " times the median of SGLang's own config at that M ('default'). A candidate that took three times as long at"
+    " its first launch has that one sample. A candidate missing at some M did not launch (see out_of_resources)."
+)
+
+
+Found = dict[tuple[Gemm, KernelConfig], "list[Sample]"]
+
+
+class Recording:
+    """The file so far, and how to add one M to it."""
+
+    def __init__(self, path: Path, shape: MoeShape, bed: machine.Machine) -> None:
+        self.path, self.shape, self.bed = path, shape, bed
+        limit = bed.environment.shared_memory_bytes
+        self.candidates = [c for c in full_space() if illegal(c, shape) is None]
+        self.number = {config: n for n, config in enumerate(self.candidates)}
+        self.refused = {
+            c: f"needs at least {need} bytes of shared memory, {limit} are there"
+            for c in self.candidates
+            if (need := shared_memory_bytes(c, shape)) > limit
+        }
+        gpu = bed.environment
+        about = ABOUT.format(
+            sglang=bed.sglang, gpu=gpu.device_name, driver=bed.driver, triton=gpu.triton, samples=SAMPLES
+        )
+        self.content: dict[str, Any] = {
+            "about": about,
+            "E": shape.E,
+            "N": shape.N,
+            "K": shape.K,
+            "topk": shape.top_k,
+            "dtype": shape.dtype,
+            "block_shape": shape.block_shape,
+            "per_channel_quant": shape.per_channel_quant,
+            "device_name": gpu.device_name,
+            "triton": gpu.triton,
+            "sglang": bed.sglang,
+            "max_shared_memory_bytes": limit,
+            "candidates": [c.to_dict() for c in self.candidates],
+            "default": {},
+            "up_us": {},
+            "down_us": {},
+            "out_of_resources": {},
+        }
+        if path.exists():
+            before = json.loads(gzip.decompress(path.read_bytes()))
+            if before["candidates"] != self.content["candidates"]:
+                sys.exit(f"{path} holds another shape or another search space: name another file with --out")
+            for field in ("default", "up_us", "down_us", "out_of_resources"):
+                self.content[field] = before[field]
+
+    def has(self, m: int) -> bool:
+        return str(m) in self.content["default"]
+
+    def open(self, m: int) -> tuple[ConfigPair, Bench]:
+        baseline = self.bed.baseline(self.shape, m)
+        if baseline is None:
+            sys.exit(f"SGLang's own answer at M={m} is no pair of plain configs")
+        bench = self.bed.provider.open(self.shape, m, baseline)
+        if isinstance(bench, str):
+            sys.exit(f"M={m} cannot be measured: {bench}")
+        while not bench.prepare():
+            pass
+        return baseline, bench
+
+    def visit(self, bench: Bench, until_s: float, *, measuring: bool) -> Found | None:
+        """Samples of everything that can be launched; None where the time did not suffice."""
+        found: Found = {}
+        waiting = collections.deque((g, c) for c in self.candidates if c not in self.refused for g in GEMMS)
+        total, told_s, fruitless = len(waiting), time.monotonic(), 0
+        while waiting:
+            now_s = time.monotonic()
+            if now_s > until_s:
+                return None
+            if now_s - told_s > TELL_EVERY_S:
+                told_s = now_s
+                print(f"    {total - len(waiting)} of {total} launches done", flush=True)
+            gemm, config = waiting.popleft()
+            state = bench.readiness(gemm, config)
+            if state == "waiting":
+                waiting.append((gemm, config))
+                fruitless += 1
+                if fruitless >= len(waiting):
+                    fruitless = 0
+                    time.sleep(0.01)
+                continue
+            fruitless = 0
+            samples = self._measure(bench, gemm, config) if state == "ready" and measuring else []
+            if samples:
+                found[gemm, config] = samples
+            elif bench.readiness(gemm, config) == "failed":
+                self.content["out_of_resources"].setdefault(str(self.number[config]), bench.reason(gemm, config)[:120])
+        return found
+
+    def _measure(self, bench: Bench, gemm: Gemm, config: KernelConfig) -> list[Sample]:
+        samples: list[Sample] = []
+        for _ in range(MAX_DIRTY):
+            known = bool(samples)
+            samples += bench.measure(gemm, config, SAMPLES - len(samples))
+            hopeless = not known and len(samples) == 1 and samples[0].candidate_us > 3 * samples[0].baseline_us
+            if hopeless or len(samples) >= SAMPLES or bench.readiness(gemm, config) == "failed":
+                break
+        return samples
+
+    def add(self, m: int, baseline: ConfigPair, found: Found) -> None:
+        content, times = self.content, {}
+        for gemm in GEMMS:
+            rows = {c: samples for (g, c), samples in found.items() if g == gemm}
+            times[gemm] = median(s.baseline_us for samples in rows.values() for s in samples)
+            content[f"{gemm}_us"][str(m)] = {
+                str(self.number[c]): _short(times[gemm] * math.exp(median(_log(s) for s in samples)))
+                for c, samples in rows.items()
+            }
+        content["default"][str(m)] = {
+            "config": baseline.up.to_dict(),
+            "down_config": baseline.down.to_dict(),
+            "up_us": _short(times["up"]),
+            "down_us": _short(times["down"]),
+        }
+        content["out_of_resources"] |= {str(self.number[c]): reason for c, reason in self.refused.items()}
+        text = json.dumps(content, separators=(",", ":")).encode()
+        part = self.path.with_suffix(".part")
+        part.write_bytes(gzip.compress(text, mtime=0))
+        part.replace(self.path)
+
+
+def _log(sample: Sample) -> float:
+    return math.log(sample.candidate_us / sample.baseline_us)
+
+
+def _short(us: float) -> float:
+    return float(f"{us:.5g}")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("shape", help="as `sglang-moe-autotune tune --shape` takes it")
+    parser.add_argument("--m", default=DEFAULT_M)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--budget-s", type=float, default=math.inf)
+    parser.add_argument("--processes", type=int, default=15)
+    parser.add_argument("--compile-only", action="store_true")
+    options = parser.parse_args()
+    shape, ms = shape_of_fields(options.shape), [int(m) for m in options.m.split(",")]
+    until_s = time.monotonic() + options.budget_s
+    order = Errand("tune", (Item(shape, tuple(ms)),), None, slice_us=SLICE_US, compile_processes=options.processes)
+    bed = machine.gpu_machine(order)
+    if options.compile_only:
+        stand_in.WANTED = 1  # type: ignore[misc]  # nothing is timed: the memory is left to whatever runs beside this
+    if reason := bed.load(shape):
+        sys.exit(f"no stand-in weights: {reason}")
+    recording = Recording(options.out, shape, bed)
+    for m in ms[:1] if options.compile_only else ms:
+        if recording.has(m):
+            continue
+        begun_s = time.monotonic()
+        baseline, bench = recording.open(m)
+        try:
+            found = recording.visit(bench, until_s, measuring=not options.compile_only)
+            spent_s = bench.gpu_s
+        finally:
+            bench.close()
+        if found is None:
+            print(f"M={m}: the time is over", flush=True)
+            break
+        taken_s = time.monotonic() - begun_s
+        if options.compile_only:
+            print(f"compiled in {taken_s:.0f} s: {_counts(bed)}", flush=True)
+            return 0
+        recording.add(m, baseline, found)
+        print(f"M={m}: {len(found)} launches in {taken_s:.0f} s, {spent_s:.1f} GPU s", flush=True)
+    missing = [m for m in ms if not recording.has(m)]
+    print(f"{options.out}: {len(ms) - len(missing)} of {len(ms)} M; missing: {missing or 'none'}", flush=True)
+    return 1 if missing else 0
+
+
+def _counts(bed: machine.Machine) -> str:
+    compiler = getattr(bed.provider, "compiler", None)
+    return str(compiler.counts) if compiler is not None else ""
+
+
+if __name__ == "__main__":
+    with contextlib.suppress(BrokenPipeError):
+        sys.exit(main())

@@ -1,0 +1,75 @@
+"""The landscape recorder: what it writes of a recorded device is that device's landscape again."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "scripts"))
+
+import record_landscape
+
+from sglang_moe_autotune import landscape
+from sglang_moe_autotune.machine import Machine
+from sglang_moe_autotune.prior import Prior
+from sglang_moe_autotune.records import Environment
+from sglang_moe_autotune.replay import ReplayProvider
+
+ORIGINAL = landscape.load(landscape.shipped()[0])
+SHAPE = "E=128,N=768,K=2048,top_k=8"
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
+    environment = Environment("NVIDIA H200", (9, 0), 132, 232448, 1, "3.6.0", "k")
+    bed = Machine(
+        environment,
+        ReplayProvider(ORIGINAL, noise_percent=0.0),
+        lambda _, m: ORIGINAL.baselines[m].pair,
+        lambda _: "",
+        Prior(),
+        sglang="0.5.16",
+    )
+    monkeypatch.setattr(record_landscape.machine, "gpu_machine", lambda _: bed)
+    return bed
+
+
+def record(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    monkeypatch.setattr(sys, "argv", ["record_landscape.py", SHAPE, *arguments])
+    return record_landscape.main()
+
+
+@pytest.mark.usefixtures("machine")
+def test_a_recorded_device_comes_back(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    out = tmp_path / "made.json.gz"
+    assert record(monkeypatch, "--m", "16,1024", "--out", str(out)) == 0
+    made = landscape.load(out)
+    assert made.shape == ORIGINAL.shape
+    assert made.ms == (16, 1024)
+    assert len(made.candidates) == 1920
+    for m in made.ms:
+        assert made.baselines[m].pair == ORIGINAL.baselines[m].pair
+        assert made.baselines[m].up_us == pytest.approx(ORIGINAL.baselines[m].up_us, rel=1e-4)
+        for gemm in ("up", "down"):
+            known = {c: us for c in ORIGINAL.candidates if (us := ORIGINAL.latency_us(m, gemm, c)) is not None}
+            found = {c: us for c in made.candidates if (us := made.latency_us(m, gemm, c)) is not None}
+            assert found == {c: pytest.approx(us, rel=1e-4) for c, us in known.items()}
+    unlaunched = set(made.candidates) - set(made.up_us[16])
+    assert unlaunched == set(made.out_of_resources)
+
+
+@pytest.mark.usefixtures("machine")
+def test_it_goes_on_with_the_m_that_are_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    out = tmp_path / "made.json.gz"
+    assert record(monkeypatch, "--m", "16", "--out", str(out)) == 0
+    before = out.read_bytes()
+    assert record(monkeypatch, "--m", "16,64", "--out", str(out), "--budget-s", "0") == 1
+    assert out.read_bytes() == before, "an M that was not finished changed the file"
+    assert record(monkeypatch, "--m", "16,64", "--out", str(out)) == 0
+    assert landscape.load(out).ms == (16, 64)
+    monkeypatch.setattr(record_landscape, "full_space", lambda: ORIGINAL.candidates[:7])
+    with pytest.raises(SystemExit, match="another shape"):
+        record(monkeypatch, "--m", "256", "--out", str(out))
