@@ -70,13 +70,15 @@ def clocked(step: Callable[[], _T]) -> tuple[_T, float]:
 class PairTimer:
     """Times candidate and baseline in turn on the current stream.
 
-    Short launches are queued behind a spinning kernel, so that the host's time to make them is hidden; a slice
-    in which the spin ended too early is dirty, gives no samples, and lengthens the next spin.
+    Launches are queued behind a spinning kernel, so that the host's time to make them is hidden: all launches of a
+    slice where they are short, the first one where the GPU is still busy with it when the host makes the next. A
+    slice in which the spin ended too early is dirty, gives no samples, and lengthens the next spin.
     """
 
     def __init__(self) -> None:
         self._events: list[torch.cuda.Event] = []
-        self._spin_cycles = 200_000
+        self._spin_cycles = {True: 200_000, False: 50_000}
+        """where launches are short, and where they are not"""
         self._turn = self._launched = 0
         """pairs and launches so far: the plan goes on from slice to slice"""
 
@@ -105,8 +107,10 @@ class PairTimer:
             plans.append(plan(self._turn + pair, self._launched, inner, rotation))
             self._launched += 2 * inner
         self._turn += pairs
+        hidden = len(plans) * len(plans[0]) if short else 1
+        made, starved, host_us = 0, False, 0.0
         events[0].record()
-        torch.cuda._sleep(self._spin_cycles if short else 1000)
+        torch.cuda._sleep(self._spin_cycles[short])
         events[1].record()
         begun = time.perf_counter()
         for pair, planned in enumerate(plans):
@@ -114,8 +118,10 @@ class PairTimer:
                 (candidate if is_candidate else baseline)(routing, layer)
                 if number % inner == 0:
                     events[2 * pair + 1 + number // inner].record()
-        host_us = (time.perf_counter() - begun) * 1e6
-        starved = short and events[1].query()
+                made += 1
+                if made == hidden:
+                    starved = events[1].query()
+                    host_us = (time.perf_counter() - begun) * 1e6
         last = events[2 * pairs + 1]
         last.synchronize()
         spin_us = events[0].elapsed_time(events[1]) * 1e3
@@ -136,8 +142,8 @@ class PairTimer:
         return self._events[:count]
 
     def _adapt(self, short: bool, spin_us: float, host_us: float) -> None:
-        if not short or spin_us <= 0:
+        if spin_us <= 0:
             return
         wanted = 1.3 * host_us + 20.0
         factor = min(3.0, max(0.5, wanted / spin_us))
-        self._spin_cycles = int(min(_MAX_SPIN_CYCLES, max(1000, self._spin_cycles * factor)))
+        self._spin_cycles[short] = int(min(_MAX_SPIN_CYCLES, max(1000, self._spin_cycles[short] * factor)))

@@ -120,13 +120,61 @@ def test_a_slice_holds_what_fits_it_and_a_candidate_that_never_ran_one_launch(de
     assert len(timer.time(*sides, Rotation(4, 4), (float("inf"), 100.0), 50, 1000.0).samples) == 1
 
 
-def test_a_slice_whose_launches_came_late_is_dirty_and_lengthens_the_next_spin(device: Device) -> None:
+@pytest.mark.parametrize("expected", [10.0, 300.0], ids=["short", "long"])
+def test_a_slice_whose_launches_came_late_is_dirty_and_lengthens_the_next_spin(
+    device: Device, expected: float
+) -> None:
     timer = PairTimer()
-    timer._spin_cycles = 1000
+    short = expected < 60
+    timer._spin_cycles[short] = 1000
     device.early = True
-    sides = side(device, lambda _: 10.0), side(device, lambda _: 10.0)
-    assert timer.time(*sides, Rotation(4, 4), (10.0, 10.0), 4, 500.0).samples == []
-    assert timer._spin_cycles > 1000
+    sides = side(device, lambda _: expected), side(device, lambda _: expected)
+    assert timer.time(*sides, Rotation(4, 4), (expected, expected), 4, 500.0).samples == []
+    assert timer._spin_cycles[short] > 1000
+
+
+@pytest.mark.parametrize(("us", "late_us"), [(40.0, 15.0), (150.0, 25.0)], ids=["short", "long"])
+def test_the_time_that_the_host_takes_to_launch_is_not_in_the_samples(
+    monkeypatch: pytest.MonkeyPatch, us: float, late_us: float
+) -> None:
+    """A host that takes a while for each launch, and a GPU that works off what is queued: one pair a slice."""
+    now = {"host": 0.0, "gpu": 0.0}
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            self.at = 0.0
+
+        def record(self) -> None:
+            now["gpu"] = self.at = max(now["gpu"], now["host"])
+
+        def query(self) -> bool:
+            return self.at <= now["host"]
+
+        def synchronize(self) -> None:
+            now["host"] = max(now["host"], self.at)
+
+        def elapsed_time(self, end: Event) -> float:
+            return (end.at - self.at) / 1e3
+
+    def work(duration_us: float, host_us: float) -> None:
+        now["host"] += host_us
+        now["gpu"] = max(now["gpu"], now["host"]) + duration_us
+
+    monkeypatch.setattr(timing.torch.cuda, "Event", Event)
+    monkeypatch.setattr(timing.torch.cuda, "_sleep", lambda cycles: work(cycles / 1700, 1.0))
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: now["host"] / 1e6)
+    timer, sides = PairTimer(), [lambda _r, _l, n=n: work(us * n, late_us) for n in (0.9, 1.0)]
+    timer._spin_cycles = {True: 1000, False: 1000}
+    samples, dirty = [], 0
+    for _ in range(24):
+        timed = timer.time(sides[0], sides[1], Rotation(4, 4), (0.9 * us, us), 1, 2.5 * us)
+        samples += timed.samples
+        dirty += not timed.samples
+        now["host"] += 5000.0
+    assert dirty < 8
+    for sample in samples:
+        assert sample.candidate_us == pytest.approx(0.9 * us)
+        assert sample.baseline_us == pytest.approx(us)
 
 
 def test_only_the_named_tensors_of_a_launch_are_replaced() -> None:
