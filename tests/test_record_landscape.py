@@ -61,6 +61,19 @@ def test_a_recorded_device_comes_back(monkeypatch: pytest.MonkeyPatch, tmp_path:
     assert unlaunched == set(made.out_of_resources)
 
 
+def test_the_fastest_are_timed_again_without_the_samples_that_chose_them(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, machine: Machine
+) -> None:
+    """In 5 % noise the best of a thousand medians of three is a tenth too low; what is written is not."""
+    machine.provider.noise = 0.05  # type: ignore[attr-defined]
+    out = tmp_path / "made.json.gz"
+    assert record(monkeypatch, "--m", "1024", "--out", str(out)) == 0
+    made = landscape.load(out)
+    for gemm, times in (("up", made.up_us[1024]), ("down", made.down_us[1024])):
+        fastest = min(times, key=times.__getitem__)
+        assert times[fastest] == pytest.approx(ORIGINAL.latency_us(1024, gemm, fastest), rel=0.03)
+
+
 @pytest.mark.usefixtures("machine")
 def test_it_goes_on_with_the_m_that_are_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     out = tmp_path / "made.json.gz"
