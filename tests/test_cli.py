@@ -26,7 +26,7 @@ from sglang_moe_autotune.shapes import ConfigPair, KernelConfig
 if TYPE_CHECKING:
     from click.testing import Result
 
-(LANDSCAPE,) = landscape.shipped()
+LANDSCAPE, *_ = landscape.shipped()
 COMMANDS = (
     "status", "list", "show E128", "explain E128 256", "export out", "report -o page.html", "doctor",
     f"simulate {LANDSCAPE}", "merge host-2 --dry-run", "forget E128 --yes",
