@@ -23,8 +23,16 @@ class Comparison(NamedTuple):
 
     ok: bool
     error: float
-    """||out - ref|| / ||ref||; infinite where an element is not a number or was not written"""
+    """largest |out - ref| / (|ref| + rms of its row); infinite where an element is not a number or was not written,
+    zero only where every bit is the same"""
     tolerance: float
+    why: str = ""
+    """what is wrong where it is not the error"""
+
+    @property
+    def reason(self) -> str:
+        """Why it is not ok."""
+        return self.why or f"its output differs by {self.error:.3g}, and {self.tolerance:.3g} is allowed"
 
 
 class Declined(Exception):  # noqa: N818 - an answer, not a fault

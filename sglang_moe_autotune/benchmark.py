@@ -10,6 +10,7 @@ from triton.errors import TritonError
 
 from sglang_moe_autotune import correctness, launch
 from sglang_moe_autotune.bench import Bench, Comparison, Declined, Readiness, Sample
+from sglang_moe_autotune.kernels import Kernels
 from sglang_moe_autotune.layers import LiveLayer, gemm_call, quant_info, weight_operands
 from sglang_moe_autotune.scratch import FLUSH_BYTES, Align, Scratch, scratch_bytes
 from sglang_moe_autotune.search_space import AXES
@@ -24,6 +25,11 @@ if TYPE_CHECKING:
 _SLOT_ROUTINGS = ("uniform", "uniform-2", "skewed", "uniform-3")
 _NO_MEMORY = "the scratch memory was not there after all"
 _MAX_LAYERS = 8
+_RUNS_AT_ONCE = 16
+_RUN_US_PER_BYTE = 5 / 2e6
+"""poisoning writes an output, a comparison reads two and writes bytes; at 2 TB/s"""
+_C = 3
+"""place of the output among the positional arguments of invoke_fused_moe_kernel"""
 _HOPELESS = 3.0
 """A first launch this many times the baseline's is told to the search; less may be the cold start of a binary."""
 _REFUSALS = (TritonError, RuntimeError, OSError, ValueError, KeyError, AssertionError, TypeError)
@@ -55,13 +61,16 @@ class _Candidate(NamedTuple):
 class DeviceProvider:
     """Opens benches on the GPU that this process serves from."""
 
-    def __init__(self, serving: Lent, compiler: Compiler, reserve_bytes: int, slice_us: float) -> None:
+    def __init__(
+        self, serving: Lent, compiler: Compiler, reserve_bytes: int, slice_us: float, *, bit_equal: bool = False
+    ) -> None:
+        """bit_equal: take only candidates whose every bit is the baseline's, on the inputs of the comparison."""
+        self.bit_equal = bit_equal
         self.serving, self.compiler = serving, compiler
         self.recorder = launch.LaunchRecorder(serving.invoke)
         self.reserve_bytes, self.slice_us = reserve_bytes, slice_us
         self.timer = PairTimer()
-        self.kernels: dict[str, Any] = {}
-        """binaries that this object loaded, by hash; serving's own stay in the kernels' device caches"""
+        self.kernels = Kernels()
         self.scratch_bytes = 0
 
     def open(self, shape: MoeShape, M: int, baseline: ConfigPair) -> Bench | str:  # noqa: N803
@@ -96,7 +105,7 @@ class DeviceBench:
         self._scratch: Scratch | None = None
         self._candidates: dict[tuple[Gemm, KernelConfig], _Candidate | str] = {}
         self._expected_us: dict[tuple[Gemm, KernelConfig], float] = {}
-        self._comparing: tuple[ConfigPair, int, Iterator[float | None]] | None = None
+        self._comparing: tuple[ConfigPair, int, Iterator[Comparison | None]] | None = None
         self._setup: Iterator[None] | None = self._set_up()
         self._device_us = 0.0
 
@@ -157,12 +166,11 @@ class DeviceBench:
     def compare(self, pair: ConfigPair, case: int) -> Comparison | None:
         if self._comparing is None or self._comparing[:2] != (pair, case):
             self._comparing = (pair, case, self._compare_steps(pair, correctness.ROUTINGS[case]))
-        error, device_us = clocked(self._comparing[2].__next__)
+        found, device_us = clocked(self._comparing[2].__next__)
         self._device_us += device_us
-        if error is None:
-            return None
-        self._comparing = None
-        return correctness.judge(error, self._shape.activation_dtype)
+        if found is not None:
+            self._comparing = None
+        return found
 
     def adopt(self, pair: ConfigPair) -> Readiness:
         for gemm in GEMMS:
@@ -261,17 +269,11 @@ class DeviceBench:
                 self._candidates[place] = _Candidate(binaries[0], launches[0], table)
         return self._candidates[place]
 
-    def _load(self, gemm: Gemm, config: KernelConfig) -> None:
-        """Make the binary launchable. Raises one of ``_REFUSALS`` where the disk or the driver refuses it."""
+    def _load(self, gemm: Gemm, config: KernelConfig) -> Any:
+        """The launchable binary. Raises one of ``_REFUSALS`` where the disk or the driver refuses it."""
         candidate = self._candidate(gemm, config)
         assert not isinstance(candidate, str)  # noqa: S101 - for the type checker
-        kernels, name = self._provider.kernels, candidate.binary.hash
-        if name in kernels:
-            return
-        kernel = launch.loaded(candidate.recorded, self._device, candidate.binary)
-        kernel = launch.load(candidate.binary) if kernel is None else kernel
-        kernel._init_handles()
-        kernels[name] = kernel
+        return self._provider.kernels.load(candidate.recorded, candidate.binary, self._device)
 
     def _swaps(self, gemm: Gemm) -> list[dict[int, torch.Tensor]]:
         """For each layer of the rotation: its weights by the address of the first layer's, which were recorded."""
@@ -297,7 +299,7 @@ class DeviceBench:
         candidate = self._candidate(gemm, config)
         assert not isinstance(candidate, str)  # noqa: S101 - for the type checker
         grid = (*candidate.recorded.grid, 1, 1)[:3]
-        run = self._provider.kernels[candidate.binary.hash][grid]
+        run = self._load(gemm, config)[grid]
         stream = torch.cuda.current_stream().cuda_stream
         table = candidate.table
         if len(self._layers) > 1:
@@ -312,29 +314,32 @@ class DeviceBench:
 
         return flushed
 
-    def _compare_steps(self, pair: ConfigPair, routing: str) -> Iterator[float | None]:
-        """One launch or one reduction a step; at the end the largest error of both GEMMs."""
-        worst = 0.0
-        slot = correctness.ROUTINGS.index(routing)
-        for gemm in GEMMS:
-            output, reference = self.scratch.output, self.scratch.reference
-            self._run_once(gemm, self._baseline.of(gemm), slot, routing, reference)
-            yield None
-            for _ in range(2):  # twice: a race need not show on one run
-                self._run_once(gemm, pair.of(gemm), slot, routing, output)
-                yield None
-                views = self.scratch.view(gemm, output), self.scratch.view(gemm, reference)
-                with self.scratch.allocating():
-                    worst = max(worst, float(correctness.row_error(*views)))
-                yield None
-        yield worst
+    def _compare_steps(self, pair: ConfigPair, routing: str) -> Iterator[Comparison | None]:
+        def launches(gemm: Gemm) -> tuple[correctness.Launch, correctness.Launch]:
+            return self._launch(gemm, self._baseline.of(gemm), routing), self._launch(gemm, pair.of(gemm), routing)
 
-    def _run_once(self, gemm: Gemm, config: KernelConfig, slot: int, routing: str, output: torch.Tensor) -> None:
-        made = self._record(gemm, config, slot, routing, output)
+        return correctness.case_steps(self.scratch, launches, lambda gemm: self._terms(gemm, pair.of(gemm)))
+
+    def _terms(self, gemm: Gemm, config: KernelConfig) -> correctness.Terms:
+        """As many runs a step as fit a slice, each with the poisoning before it and the comparison after it."""
+        written_bytes = self.scratch.view(gemm, self.scratch.output).nbytes
+        run_us = self._expected_us.get((gemm, config), self.launch_us) + _RUN_US_PER_BYTE * written_bytes + 20.0
+        at_once = max(1, min(_RUNS_AT_ONCE, int(0.6 * self._provider.slice_us / run_us)))
+        allowed = correctness.tolerance(self._shape.activation_dtype, self._shape.dtype)
+        return correctness.Terms(allowed, at_once=at_once, bit_equal=self._provider.bit_equal)
+
+    def _launch(self, gemm: Gemm, config: KernelConfig, routing: str) -> correctness.Launch:
+        """Launches of a config with a routing, on one layer for each routing, wherever it is to write."""
+        args, named = self._call(gemm, config, correctness.ROUTINGS.index(routing), routing)
+        made = self._provider.recorder.record(*args, **named)
         binary = launch.binary_of(made, self._device)
-        self._load(gemm, config)
-        kernel = self._provider.kernels.get(binary.hash)
-        if kernel is None:
+        candidate = self._candidate(gemm, config)
+        if isinstance(candidate, str) or binary.hash != candidate.binary.hash:
             raise Declined(f"the {gemm} launch of routing {routing} needs another binary than the one measured")
-        correctness.poison(self.scratch.view(gemm, output))
-        kernel[(*made.grid, 1, 1)[:3]](*binary.bound)
+        run, c = self._load(gemm, config)[(*made.grid, 1, 1)[:3]], args[_C]
+        place = next(i for i, value in enumerate(binary.bound) if value is c)
+
+        def write(written: correctness.Written) -> None:
+            run(*binary.bound[:place], written.rows.view(c.shape), *binary.bound[place + 1 :])
+
+        return write

@@ -219,7 +219,7 @@ class Job:
                 yield "worked"
             yield "worked"
             if not comparison.ok:
-                self.refused[pair] = f"its output differs by {comparison.error:.3g} in case {case}"
+                self.refused[pair] = f"{comparison.reason} (case {case})"
                 return False
             if worst is None or comparison.error > worst.error:
                 worst = comparison
