@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from sglang_moe_autotune.bench import Comparison
+from sglang_moe_autotune.bench import COMPARE_CASES, COMPARE_RUNS, Comparison
 from sglang_moe_autotune.shapes import GEMMS
 
 if TYPE_CHECKING:
@@ -22,10 +22,7 @@ ROUTINGS = ("uniform", "skewed", "one-sided", "one-expert", "ragged")
 tokens on the same ``top_k`` experts; all rows on the last expert, whose weights end where the tensor ends; and
 experts whose rows just miss or just pass the end of a tile."""
 
-RUNS = 270
-"""of each GEMM of a pair, over all routings: a kernel that is wrong in one run of twenty gets through with a
-probability of 0.95 ** 270 = 1e-6, so that 10,000 such kernels are all caught in 99 of 100 times."""
-RUNS_PER_ROUTING = RUNS // len(ROUTINGS)
+RUNS_PER_ROUTING = COMPARE_RUNS // COMPARE_CASES
 
 GUARD_ELEMENTS = 256
 """after an output, besides one row: as far as the widest tile reaches over its end"""

@@ -15,9 +15,10 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from sglang_moe_autotune import correctness  # noqa: E402 - needs torch, which not every environment has
+from sglang_moe_autotune.bench import COMPARE_CASES  # noqa: E402 - as above
 from sglang_moe_autotune.correctness import (  # noqa: E402 - as above
     GUARD_ELEMENTS,
-    RUNS,
+    RUNS_PER_ROUTING,
     Terms,
     Written,
     differ,
@@ -243,9 +244,10 @@ def test_c19_a_kernel_that_is_wrong_in_one_run_of_twenty_is_caught() -> None:
     for seed in range(60):
         random = Random(seed)  # noqa: S311 - a test
         flaky = Kernel(one_bit, at=lambda _, random=random: random.random() < 0.05)
-        admitted += all(verdict(flaky, runs=RUNS // 5, at_once=16).ok for _ in range(5))
+        admitted += all(verdict(flaky, runs=RUNS_PER_ROUTING, at_once=16).ok for _ in range(5))
     assert admitted == 0
-    assert 10_000 * 0.95**RUNS <= 0.01
+    assert len(correctness.ROUTINGS) == COMPARE_CASES
+    assert 10_000 * 0.95 ** (5 * RUNS_PER_ROUTING) <= 0.01
 
 
 def negative_zero(written: Written) -> None:
