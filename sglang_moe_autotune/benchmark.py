@@ -12,10 +12,11 @@ from sglang_moe_autotune import correctness, launch
 from sglang_moe_autotune.bench import Bench, Comparison, Declined, Readiness, Sample
 from sglang_moe_autotune.kernels import Kernels
 from sglang_moe_autotune.layers import LiveLayer, gemm_call, quant_info, weight_operands
+from sglang_moe_autotune.quarantine import Quarantine
 from sglang_moe_autotune.scratch import FLUSH_BYTES, Align, Scratch, scratch_bytes
 from sglang_moe_autotune.search_space import AXES
 from sglang_moe_autotune.shapes import GEMMS, ConfigPair, Gemm, KernelConfig, MoeShape
-from sglang_moe_autotune.timing import PairTimer, Rotation, Side, clocked
+from sglang_moe_autotune.timing import PairTimer, Rotation, Side, Timed, clocked
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -32,6 +33,10 @@ _C = 3
 """place of the output among the positional arguments of invoke_fused_moe_kernel"""
 _HOPELESS = 3.0
 """A first launch this many times the baseline's is told to the search; less may be the cold start of a binary."""
+_ENDLESS = 100.0
+_ENDLESS_US = 5000.0
+"""Launches this many times the baseline's are not made twice; those that are this long too not after a restart either:
+a request would wait for them, and nothing but the kernel itself takes as long."""
 _REFUSALS = (TritonError, RuntimeError, OSError, ValueError, KeyError, AssertionError, TypeError)
 """what Triton's cache, its launcher and the driver raise for a candidate that is impossible or damaged"""
 
@@ -62,10 +67,18 @@ class DeviceProvider:
     """Opens benches on the GPU that this process serves from."""
 
     def __init__(
-        self, serving: Lent, compiler: Compiler, reserve_bytes: int, slice_us: float, *, bit_equal: bool = False
+        self,
+        serving: Lent,
+        compiler: Compiler,
+        reserve_bytes: int,
+        slice_us: float,
+        quarantine: Quarantine | None = None,
+        *,
+        bit_equal: bool = False,
     ) -> None:
         """bit_equal: take only candidates whose every bit is the baseline's, on the inputs of the comparison."""
         self.bit_equal = bit_equal
+        self.quarantine = quarantine or Quarantine()
         self.serving, self.compiler = serving, compiler
         self.recorder = launch.LaunchRecorder(serving.invoke)
         self.reserve_bytes, self.slice_us = reserve_bytes, slice_us
@@ -141,23 +154,40 @@ class DeviceBench:
     def measure(self, gemm: Gemm, config: KernelConfig, count: int) -> list[Sample]:
         if isinstance(self._candidate(gemm, config), str):
             return []
-        incumbent = self._baseline.of(gemm)
-        sides = self._side(gemm, config), self._side(gemm, incumbent)
+        incumbent, quarantine = self._baseline.of(gemm), self._provider.quarantine
         expected = self._expected_us.get((gemm, config), float("inf")), self._expected_us[gemm, incumbent]
+        first = expected[0] == float("inf")
         try:
+            sides = self._side(gemm, config), self._side(gemm, incumbent)
+            if first:
+                quarantine.begin(self._shape, self._M, gemm, config)
             timed = self._provider.timer.time(*sides, self._rotation, expected, count, self._provider.slice_us)
         except _REFUSALS as error:
             torch.cuda.current_stream().synchronize()  # raises where the device is lost: then nothing helps
+            quarantine.end()
             self._candidates[gemm, config] = f"cannot be launched: {type(error).__name__}: {error}"
             return []
+        quarantine.end()
         self._device_us += timed.device_us
+        if first and self._endless(gemm, config, timed, expected[1]):
+            return []
         if timed.samples:
             self._expected_us[gemm, config] = statistics.median(s.candidate_us for s in timed.samples)
             self._expected_us[gemm, incumbent] = statistics.median(s.baseline_us for s in timed.samples)
-        first = expected[0] == float("inf")
         if first and all(s.candidate_us < _HOPELESS * s.baseline_us for s in timed.samples):
             return []  # its instructions were cold; now its length is known, and the next slice can hold more
         return timed.samples
+
+    def _endless(self, gemm: Gemm, config: KernelConfig, timed: Timed, baseline_us: float) -> bool:
+        """Refuse what took so long in its one launch that it must not have a second one."""
+        took_us = timed.samples[0].candidate_us if timed.samples else timed.launched_us
+        if took_us < _ENDLESS * baseline_us or (not timed.samples and took_us < _ENDLESS_US):
+            return False
+        words = f"its first launch took {took_us / baseline_us:,.0f} times as long as SGLang's own"
+        self._candidates[gemm, config] = words
+        if took_us > _ENDLESS_US:
+            self._provider.quarantine.hold(self._shape, self._M, gemm, config, words)
+        return True
 
     @property
     def compare_cases(self) -> int:
@@ -167,6 +197,7 @@ class DeviceBench:
         if self._comparing is None or self._comparing[:2] != (pair, case):
             self._comparing = (pair, case, self._compare_steps(pair, correctness.ROUTINGS[case]))
         found, device_us = clocked(self._comparing[2].__next__)
+        self._provider.quarantine.end()
         self._device_us += device_us
         if found is not None:
             self._comparing = None
@@ -255,6 +286,9 @@ class DeviceBench:
 
     def _candidate(self, gemm: Gemm, config: KernelConfig) -> _Candidate | str:
         place = (gemm, config)
+        fresh = place not in self._candidates and config != self._baseline.of(gemm)
+        if fresh and (held := self._provider.quarantine.reason(self._shape, gemm, config)):
+            self._candidates[place] = held
         if place not in self._candidates:
             try:
                 launches = [self._record(gemm, config, 0, routing) for routing in _SLOT_ROUTINGS]
@@ -316,9 +350,22 @@ class DeviceBench:
 
     def _compare_steps(self, pair: ConfigPair, routing: str) -> Iterator[Comparison | None]:
         def launches(gemm: Gemm) -> tuple[correctness.Launch, correctness.Launch]:
-            return self._launch(gemm, self._baseline.of(gemm), routing), self._launch(gemm, pair.of(gemm), routing)
+            candidate = self._launch(gemm, pair.of(gemm), routing)
+            return self._launch(gemm, self._baseline.of(gemm), routing), self._journalled(gemm, pair, candidate)
 
         return correctness.case_steps(self.scratch, launches, lambda gemm: self._terms(gemm, pair.of(gemm)))
+
+    def _journalled(self, gemm: Gemm, pair: ConfigPair, launch: correctness.Launch) -> correctness.Launch:
+        """The first of these launches begins a line in the journal: a kernel can fail on one routing only."""
+        first = [True]
+
+        def write(written: correctness.Written) -> None:
+            if first:
+                first.clear()
+                self._provider.quarantine.begin(self._shape, self._M, gemm, pair.of(gemm))
+            launch(written)
+
+        return write
 
     def _terms(self, gemm: Gemm, config: KernelConfig) -> correctness.Terms:
         """As many runs a step as fit a slice, each with the poisoning before it and the comparison after it."""
@@ -331,7 +378,7 @@ class DeviceBench:
     def _launch(self, gemm: Gemm, config: KernelConfig, routing: str) -> correctness.Launch:
         """Launches of a config with a routing, on one layer for each routing, wherever it is to write."""
         args, named = self._call(gemm, config, correctness.ROUTINGS.index(routing), routing)
-        made = self._provider.recorder.record(*args, **named)
+        made = self._provider.recorder.record(*args, quantise=self.scratch.quantise, **named)
         binary = launch.binary_of(made, self._device)
         candidate = self._candidate(gemm, config)
         if isinstance(candidate, str) or binary.hash != candidate.binary.hash:

@@ -47,8 +47,9 @@ def scratch_bytes(shape: MoeShape, M: int, *, flush: bool) -> int:  # noqa: N803
     width = _DTYPES[shape.activation_dtype].itemsize
     rows = M * shape.top_k
     inputs = M * shape.K + rows * shape.w1_shape[1]
-    # A quantised element takes one byte and its part of a scale: a float32 for 64 elements at the most.
-    quantised = inputs * 17 // 16 if shape.dtype in EIGHT_BIT else 0
+    # A quantised element takes one byte and its part of a scale: a float32 for 64 elements at the most. Three times, as
+    # launches that were recorded before a ``refresh`` keep theirs, and the next ones are made while the last are there.
+    quantised = 3 * inputs * 17 // 16 if shape.dtype in EIGHT_BIT else 0
     return width * (inputs + 2 * _output_elements(shape, M, flush=flush)) + quantised + _MARGIN_BYTES
 
 

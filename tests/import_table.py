@@ -39,7 +39,7 @@ LAYERS: dict[str, Layer] = {
         ("changes", "figures", "imports"),
         "pure",
     ),
-    **dict.fromkeys(("export", "remote", "trials"), "disk"),
+    **dict.fromkeys(("export", "remote", "trials", "quarantine"), "disk"),
     **dict.fromkeys(
         ("shell", "config_folder", "explain", "edit", "editing", "importing", "plot", "report", "watch"),
         "people",
