@@ -154,7 +154,7 @@ class Quarantine:
             if one.candidate.environment == self._environment:
                 self._held[one.candidate] = one
         if self._held:
-            logger.info("MoE autotune leaves out %d candidates that are in quarantine.", len(self._held))
+            logger.info("MoE autotune: candidates in quarantine, never tried: %d.", len(self._held))
         reader, now_s = status.this_process(), time.time()
         for path, journal in _journals(folder):
             if journal.owner is None or journal.owner == reader:

@@ -29,7 +29,7 @@ LAYERS: dict[str, Layer] = {
         (
             "benchmark", "compiler", "compile_child", "launch", "layers", "releases", "correctness", "plugin",
             "timing", "scratch", "shape_notes", "listener", "live", "serving", "overlay", "device",
-            "metrics", "server_info", "offline", "machine", "stand_in", "warm", "kernels",
+            "metrics", "server_info", "offline", "machine", "stand_in", "warm", "kernels", "launches",
         ),
         "edge",
     ),
