@@ -83,7 +83,8 @@ class Outcome(msgspec.Struct, frozen=True):
             samples=samples,
             measured=self.measured,
             gpu_s=gpu_s,
-            max_error=self.comparison.error if self.comparison else None,
+            # Errors add up: this pair was compared with the one before, and that one with SGLang's own.
+            max_error=self.comparison.error + ((before and before.max_error) or 0.0) if self.comparison else None,
             tolerance=self.comparison.tolerance if self.comparison else None,
         )
 

@@ -52,7 +52,7 @@ class Serving:
     def __init__(self, settings: Settings, hooks: Callable[[], dict[str, bool]]) -> None:
         self.settings = settings
         self.hooks = hooks
-        self.overlay = Overlay(settings.mode)
+        self.overlay = Overlay(settings.mode, bit_equal=settings.bit_equal)
         self.lookup = self.overlay.lookup
         self.heat = Heat()
         self.compiles = CompileCount()
@@ -116,7 +116,7 @@ class Serving:
         fresh = list(find_layers(model_runner.model, model_runner.dtype, releases.padding()))
         self.overlay.layers.add(fresh)
         if self.device is None and fresh:
-            self.start(open_device(self.settings, self.overlay.layers, self.compiles))
+            self.start(open_device(self.settings, self.root, self.overlay.layers, self.compiles))
         elif fresh and self.store is not None:
             self.overlay.publish_stored(self.store.contents)
         self._log_start()
@@ -200,7 +200,8 @@ class Serving:
             tried = TrialLog(self.root, device.environment).put
             self.tuner = Tuner(device.provider, self._learned, prior, options, shared_memory_bytes=limit, tried=tried)
             for record in self.store.contents.records.values():
-                if record.source in ("pinned", "imported", device.source):  # what a recording taught is of no use here
+                # What a recording taught is of no use here, and what is not served is searched again.
+                if record.source in ("pinned", "imported", device.source) and self.overlay.bits_hold(record):
                     self.tuner.learn(record)
         live.start(self)
 
