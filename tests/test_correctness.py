@@ -250,6 +250,17 @@ def test_c19_a_kernel_that_is_wrong_in_one_run_of_twenty_is_caught() -> None:
     assert 10_000 * 0.95 ** (5 * RUNS_PER_ROUTING) <= 0.01
 
 
+def test_c19_a_kernel_that_writes_only_where_it_finds_not_a_number_is_caught() -> None:
+    """As one that adds to what is there, or keeps it: the poison of the first run would look like an empty place."""
+
+    def keeps(written: Written) -> None:
+        old = written.rows.clone()
+        written.rows.copy_(torch.where(old.isnan(), bf16(ROWS, COLUMNS), old))
+
+    for at_once in (1, 4, 5):
+        assert "from run to run" in verdict(keeps, at_once=at_once).reason
+
+
 def negative_zero(written: Written) -> None:
     written.rows[0, 0] = -0.0
 

@@ -7,13 +7,17 @@ import pytest
 
 pytest.importorskip("torch")
 
+from typing import TYPE_CHECKING
+
 from made_up_store import MANY, record
 
 from sglang_moe_autotune.bench import Comparison
 from sglang_moe_autotune.decision import Estimate
 from sglang_moe_autotune.job import Outcome
 from sglang_moe_autotune.overlay import Overlay
-from sglang_moe_autotune.records import Evidence, Record
+
+if TYPE_CHECKING:
+    from sglang_moe_autotune.records import Evidence, Record
 
 
 def row(error: float | None, source: str = "learned", chosen_us: float = 300.0) -> Record:
