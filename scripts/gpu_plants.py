@@ -580,7 +580,7 @@ def main() -> int:
     plants = tuple(p for p in PLANTS if p.name in asked and not (DRY and p.gpu_only))
     if DRY:
         on_the_cpu()
-        global MS, DTYPES, CONFIGS, SHAPES  # the interpreter is slow, and bf16 is not right in it
+        global MS, DTYPES, CONFIGS, SHAPES  # noqa: PLW0603 - the interpreter is slow, and bf16 is not right in it
         MS, DTYPES, CONFIGS = (5,), ("float16", "float16"), CONFIGS[:1]
         SHAPES = (MoeShape((4, 80, 64), (4, 64, 40), 2),)
     publish_server_args()

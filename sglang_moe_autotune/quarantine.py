@@ -12,6 +12,7 @@ being tried again, in a file of its own, until a person takes that away. Without
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import logging
 import os
@@ -183,8 +184,11 @@ class Quarantine:
         target = self._folder / _name(held.candidate)
         temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
         try:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            temporary.write_bytes(msgspec.json.encode(held))
+            _make(self._folder)
+            temporary.unlink(missing_ok=True)
+            descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+            with open(descriptor, "wb", buffering=0) as file:  # noqa: PTH123 - a descriptor, not a path
+                file.write(msgspec.json.encode(held))
             temporary.replace(target)
         except OSError:
             return False  # left out in this process, and found again by the next one
@@ -214,7 +218,7 @@ class Quarantine:
 
     def _create(self, folder: Path) -> int:
         owner = status.this_process()
-        folder.mkdir(parents=True, exist_ok=True)
+        _make(folder)
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_TRUNC
         journal = os.open(folder / _journal_name(owner), flags, 0o666)
         self._header = msgspec.json.encode(_Writer(owner)) + b"\n"
@@ -251,6 +255,12 @@ def clear(folder: Path, candidate: Candidate) -> bool:
     except FileNotFoundError:
         return False
     return True
+
+
+def _make(folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    if folder.is_symlink():
+        raise OSError(errno.ELOOP, "it must be a folder, not a link: remove it", str(folder))
 
 
 def _journals(folder: Path) -> list[tuple[Path, Journal]]:
