@@ -357,7 +357,7 @@ class Bed:
         self.spare = torch.ones(1, dtype=torch.int32, device=device)
         self.device = device
         self._layers: dict[MoeShape, LiveLayer] = {}
-        self.loaded = Kernels()
+        self.loaded = Kernels(limit=4096)  # closures over them are kept below
 
     def layer(self, shape: MoeShape) -> LiveLayer:
         if shape not in self._layers:
@@ -389,8 +389,17 @@ class Bed:
         return run
 
 
-def scratches(bed: Bed, trials: list[Trial]) -> Iterator[tuple[scratch.Scratch, list[Trial]]]:
-    """Trials by shape and M, with the buffers they share."""
+class Group(NamedTuple):
+    """Trials of one shape and M, and what they share."""
+
+    held: scratch.Scratch
+    trials: list[Trial]
+    launches: dict[str | None, Any]
+    """by the name of the plant; the kernel as it is under None"""
+    into: dict[tuple[str | None, Gemm, KernelConfig, str], correctness.Launch]
+
+
+def grouped(bed: Bed, trials: list[Trial]) -> Iterator[Group]:
     groups: dict[tuple[MoeShape, int], list[Trial]] = {}
     for trial in trials:
         groups.setdefault((trial.shape, trial.M), []).append(trial)
@@ -399,20 +408,27 @@ def scratches(bed: Bed, trials: list[Trial]) -> Iterator[tuple[scratch.Scratch, 
         held = scratch.Scratch(shape, m, bed.align, share, flush=False)
         for _ in held.fill((*TIMED_ROUTINGS, *correctness.ROUTINGS)):
             pass
-        yield held, mine
+        launches = {p.name if p else None: bed.launches(held, p) for p in (None, *{trial.plant for trial in mine})}
+        yield Group(held, mine, launches, {})
 
 
-def judge(bed: Bed, held: scratch.Scratch, launches: dict[Any, Any], trial: Trial, runs: int) -> tuple[bool, str, int]:
+def judge(bed: Bed, group: Group, trial: Trial, runs: int) -> tuple[bool, str, int]:
     """Is the plant taken? With the reason, and how many routings it was run on. As a bench compares a pair."""
-    base, mine = launches[None], launches[trial.plant.name]
+
+    def into(name: str | None, gemm: Gemm, config: KernelConfig, routing: str) -> correctness.Launch:
+        key = (name, gemm, config, routing)
+        if key not in group.into:  # a bench makes them anew each time; here they serve thousands of trials
+            group.into[key] = group.launches[name].into(gemm, config, routing)
+        return group.into[key]
+
     terms = correctness.Terms(correctness.tolerance(trial.shape.activation_dtype), runs=runs, at_once=min(16, runs))
     for number, routing in enumerate(correctness.ROUTINGS, 1):
 
         def sides(gemm: Gemm, routing: str = routing) -> tuple[correctness.Launch, correctness.Launch]:
-            candidate = mine.into(gemm, trial.config, routing)
-            return base.into(gemm, BASELINE, routing), bed.told(trial.plant, candidate)
+            candidate = into(trial.plant.name, gemm, trial.config, routing)
+            return into(None, gemm, BASELINE, routing), bed.told(trial.plant, candidate)
 
-        *_, found = correctness.case_steps(held, sides, lambda _: terms, (trial.gemm,))
+        *_, found = correctness.case_steps(group.held, sides, lambda _: terms, (trial.gemm,))
         if found is None:
             raise AssertionError("the comparison ended without a verdict")
         if not found.ok:
@@ -420,24 +436,21 @@ def judge(bed: Bed, held: scratch.Scratch, launches: dict[Any, Any], trial: Tria
     return True, "", len(correctness.ROUTINGS)
 
 
-def compiled(bed: Bed, trials: list[Trial], processes: int) -> dict[str, Any]:
+def compiled(bed: Bed, groups: list[Group], processes: int) -> dict[str, Any]:
     """Order every binary from the compile process, and wait until they are there."""
     shared = releases.environment(bed.invoke).shared_memory_bytes
     compiler = Compiler(processes, shared)
     binaries: dict[str, Any] = {}
-    for held, mine in scratches(bed, trials):
-        launches: dict[str | None, Any] = {}
-        for trial in mine:
-            for plant, config in ((None, BASELINE), (trial.plant, trial.config)):
-                key = plant.name if plant else None
-                if key not in launches:
-                    launches[key] = bed.launches(held, plant)
-                candidate = launches[key].candidate(trial.gemm, config)
+    for group in groups:
+        for trial in group.trials:
+            for name, config in ((None, BASELINE), (trial.plant.name, trial.config)):
+                candidate = group.launches[name].candidate(trial.gemm, config)
                 if isinstance(candidate, str):
-                    raise SystemExit(f"{key or 'the baseline'} cannot be launched: {candidate}")
-                binaries.setdefault(candidate.binary.hash, candidate.binary)
-                compiler.readiness(candidate.binary)
-        held.close()
+                    raise SystemExit(f"{name or 'the baseline'} cannot be launched: {candidate}")
+                if candidate.binary.hash not in binaries:
+                    binaries[candidate.binary.hash] = candidate.binary
+                    compiler.readiness(candidate.binary)
+        compiler.poll()
     waiting = dict(binaries)
     while waiting:
         states = {name: compiler.readiness(binary) for name, binary in waiting.items()}
@@ -450,24 +463,22 @@ def compiled(bed: Bed, trials: list[Trial], processes: int) -> dict[str, Any]:
     return binaries
 
 
-def run(bed: Bed, trials: list[Trial], runs: int, deadline_s: float) -> dict[str, Any]:
+def run(bed: Bed, groups: list[Group], runs: int, deadline_s: float) -> dict[str, Any]:
     made, admitted, spared = Counter[str](), Counter[str](), Counter[str]()
     reasons: dict[str, Counter[str]] = {}
-    for held, mine in scratches(bed, trials):
-        launches: dict[str | None, Any] = {None: bed.launches(held, None)}
-        for trial in mine:
+    for group in groups:
+        for trial in group.trials:
             if time.monotonic() > deadline_s:
                 spared[trial.plant.name] += 1
                 continue
             name = trial.plant.name
-            if name not in launches:
-                launches[name] = bed.launches(held, trial.plant)
-            taken, reason, cases = judge(bed, held, launches, trial, runs)
+            taken, reason, cases = judge(bed, group, trial, runs)
             made[name] += 1
             admitted[name] += taken
             reasons.setdefault(name, Counter())[f"{reason} (routing {cases})" if reason else "taken"] += 1
-        launches.clear()
-        held.close()
+        group.into.clear()
+        group.launches.clear()
+        group.held.close()
     honest = {p.name for p in PLANTS if p.honest}
     wrong = {n: c for n, c in made.items() if n not in honest}
     return {
@@ -587,10 +598,11 @@ def main() -> int:
     device = torch.device("cpu") if DRY else scratch.serving_device()
     bed = Bed(folder, plants, device, options.seed)
     trials = drawn(plants, options.trials, random.Random(options.seed))  # noqa: S311 - no secret
-    binaries = {} if DRY else compiled(bed, trials, options.processes)
+    groups = list(grouped(bed, trials))
+    binaries = {} if DRY else compiled(bed, groups, options.processes)
     compiled_s = time.monotonic() - begun_s
     runs = 2 if DRY else correctness.RUNS_PER_ROUTING
-    result = run(bed, trials, runs, begun_s + options.seconds)
+    result = run(bed, groups, runs, begun_s + options.seconds)
     result["compile_s"] = round(compiled_s, 1)
     flaky = {p.name for p in plants if p.when}
     wrong = sum(v["admitted"] for n, v in result["plants"].items() if n not in flaky | {"honest", "honest-other-sum"})
