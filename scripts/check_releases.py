@@ -72,7 +72,7 @@ def check(version: str, path: Path, *, load: bool) -> Release:
             version=version,
             torch=torch[1] if torch else "",
             kernel=kernel,
-            lacks={part: (*p.lacks, *([p.unread] if p.unread else [])) for part, p in parts.items() if p.lacks or p.unread},
+            lacks={part: (*p.lacks, *filter(None, [p.unread])) for part, p in parts.items() if p.lacks or p.unread},
             ways={part: p.ways for part, p in parts.items() if p.ways},
             calls=calls,
             loaded=loads(root, Path(folder) / "process", kernel) if load else None,
@@ -92,20 +92,53 @@ def loads(root: Path, folder: Path, kernel: str) -> str:
         return lines[-1] if lines else "the process ended"
     finally:
         process.close()
-    missing = [name for name, there in told["hooks"].items() if not there]
+    missing = [name for name, there in told.pop("hooks").items() if not there]
     if missing:
         return f"not hooked: {', '.join(missing)}"
-    return "" if told["kernel"] == kernel else f"its kernel hash is {told['kernel']}"
+    expected = {"kernel": kernel, "broken": [], "deterministic": False, "shape": True, "learned": True, "stock": True}
+    expected |= {"launches": [["fused_moe_kernel", 32]] * 2}
+    return "; ".join(f"{name} is {told[name]!r}, not {v!r}" for name, v in expected.items() if told[name] != v)
 
 
 def hooked() -> dict[str, object]:
-    """Runs in the scheduler process of the release."""
-    from sglang_moe_autotune import plugin, releases  # noqa: PLC0415 - in the other process
+    """Runs in the scheduler process of the release: the plugin's own ways through it, as far as a CPU goes."""
+    import torch  # noqa: PLC0415 - in the other process, as all below
 
-    plugin.serving()
-    releases.padding()
-    releases.overridden()
-    return {"hooks": plugin.hooks_in_place(), "kernel": releases.kernel_hash(releases.invoke_function())}
+    from sglang_moe_autotune import layers, plugin, releases, stand_in  # noqa: PLC0415
+    from sglang_moe_autotune.launch import LaunchRecorder  # noqa: PLC0415
+    from sglang_moe_autotune.shapes import ConfigPair, KernelConfig, MoeShape  # noqa: PLC0415
+
+    serving = plugin.serving()
+    releases.publish_server_args()
+    config, fused = releases.config_module(), releases.fused_module()
+    config.get_device_name = lambda *_: "NVIDIA H200"
+    shape, m, top_k = MoeShape((8, 512, 512), (8, 512, 256), 2), 16, 2
+    (layer,) = stand_in.build(shape, 1, "cpu")
+    quant = layers.quant_info(layer.module)
+    row = KernelConfig(32, 64, 64, 8, 4, 3)
+    call = (shape.w1_shape, shape.w2_shape, top_k, shape.dtype)
+    serving.lookup.publish([(layer.key, m, ConfigPair(row, row))])
+    answers = [fused.try_get_optimal_moe_config(*call, n, return_down_config=True) for n in (m, m + 1)]
+    stock = [releases.stock_lookup()(*call, n, return_down_config=True) for n in (m, m + 1)]
+    recorder = LaunchRecorder(releases.invoke_function())
+    rest = (torch.ones(m, top_k), torch.zeros(m, top_k, dtype=torch.int32))
+    order = [torch.zeros(64, dtype=torch.int32)] * 3
+    launches = []
+    for gemm, a, c in (("up", (m, 512), (m * top_k, 512)), ("down", (m * top_k, 256), (m, top_k, 512))):
+        data = [torch.zeros(size, dtype=torch.bfloat16) for size in (a, c)]
+        args, named = layers.gemm_call(gemm, layer, quant, layers.Buffers(*data, *rest, *order), top_k, row.to_dict())  # type: ignore[arg-type]
+        launch = recorder.record(*args, **{k: v for k, v in named.items() if k in recorder.parameters})
+        launches.append([launch.kernel.__name__, launch.kwargs["BLOCK_SIZE_M"]])
+    return {
+        "hooks": plugin.hooks_in_place(),
+        "kernel": releases.kernel_hash(releases.invoke_function()),
+        "deterministic": releases.deterministic(),
+        "shape": layer.shape(layer.key) == shape and releases.padding() == 0 and releases.origin(shape) == "miss",
+        "learned": answers[0] == (row.to_dict(), (row.to_dict(), 32)) and answers[0] != stock[0],
+        "stock": answers[1] == stock[1],
+        "launches": launches,
+        "broken": [fence.name for fence in plugin._FENCES.values() if fence.broken],
+    }
 
 
 def write(found: list[Release], wheels: dict[str, Wheel]) -> None:
@@ -138,9 +171,9 @@ def show(found: list[Release], skipped: dict[str, str]) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="check_releases", description=__doc__.partition("\n")[0])
     parser.add_argument("--only", nargs="+", metavar="VERSION", help="these releases; otherwise all that are known")
-    parser.add_argument("--load", action="store_true", help="also import each release with the plugin (15 s and 1 GB each)")
+    parser.add_argument("--load", action="store_true", help="also import each with the plugin (15 s, 1 GB)")
     parser.add_argument("--json", action="store_true", help="print one JSON object in place of the table")
-    parser.add_argument("--record", action="store_true", help="check all on the package index; write hashes, table, page")
+    parser.add_argument("--record", action="store_true", help="check all of the index; write hashes and tables")
     parser.add_argument("--skip-missing", action="store_true", help="a wheel that cannot be had is no failure")
     arguments = parser.parse_args()
     cache = Path(os.environ.get("SGLANG_MOE_AUTOTUNE_RELEASES") or ROOT / ".venv-cache" / "releases")

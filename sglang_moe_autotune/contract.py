@@ -11,7 +11,8 @@ from typing import Final, Literal, NamedTuple
 from sglang_moe_autotune.targets import BATCH, IDLE, LOAD, LOOKUP, REQUESTS, SERVER_INFO, HookTarget
 
 Part = Literal[
-    "hooks", "lookup", "layers", "launch", "pauses", "requests", "batches", "arguments", "graphs", "recapture", "server info"
+    "hooks", "lookup", "layers", "launch", "pauses", "requests", "batches", "arguments",
+    "graphs", "recapture", "server info",
 ]
 
 
@@ -85,7 +86,11 @@ Rule = Hooked | Takes | Has | Lacks | Calls | Says | Returns | LaunchesTriton | 
 _SCHEDULER: Final = "sglang.srt.managers.scheduler"
 _COMPONENTS: Final = "sglang.srt.managers.scheduler_components"
 _RUNNER: Final = "sglang.srt.model_executor.model_runner"
-_RUNNERS: Final = "sglang.srt.model_executor.runner"
+_DECODE: Final = "sglang.srt.model_executor.runner.decode_cuda_graph_runner"
+_PREFILL: Final = "sglang.srt.model_executor.runner.prefill_cuda_graph_runner"
+_OLD_DECODE: Final = "sglang.srt.model_executor.cuda_graph_runner"
+_OLD_PREFILL: Final = "sglang.srt.model_executor.piecewise_cuda_graph_runner"
+_LAYERS: Final = "sglang.srt.layers"
 _TRITON_UTILS: Final = LOOKUP.module.rpartition(".")[0]
 _FUSED: Final = f"{_TRITON_UTILS}.fused_moe"
 _REQUESTS: Final = "sglang.srt.managers.io_struct"
@@ -151,7 +156,7 @@ CONTRACT: Final[dict[Part, tuple[Rule, ...]]] = {
     ),
     "lookup": (
         Returns(LOOKUP.module, LOOKUP.name, ("_", "(_, (_, _))")),
-        Takes(LOOKUP.module, "get_config_file_name", ("E", "N", "dtype", "block_shape", "per_channel_quant"), ("down_moe",)),
+        Takes(LOOKUP.module, "get_config_file_name", ("E", "N", "dtype", "block_shape", "per_channel_quant")),
         Takes(LOOKUP.module, "get_moe_configs", ("E", "N", "dtype", "block_n", "block_k", "per_channel_quant")),
         Takes(_TRITON_UTILS, "get_config", ()),
         OneOf((
@@ -166,7 +171,7 @@ CONTRACT: Final[dict[Part, tuple[Rule, ...]]] = {
         Has("sglang.srt.layers.moe.moe_runner.runner", "MoeRunner", ("runner_backend",)),
         Has("sglang.srt.layers.moe.utils", "MoeRunnerBackend", ("is_triton",)),
         Has("sglang.srt.layers.moe.fused_moe_triton.layer", "FusedMoE", ("quant_method", "moe_runner_config")),
-        Takes("sglang.srt.layers.quantization.base_config", "FusedMoEMethodBase.get_triton_quant_info", ("self", "layer")),
+        Takes(f"{_LAYERS}.quantization.base_config", "FusedMoEMethodBase.get_triton_quant_info", ("self", "layer")),
         Has(_FUSED, "", ("padding_size",)),
         Has(_RUNNER, "ModelRunner", ("model", "dtype", "server_args")),
     ),
@@ -200,7 +205,7 @@ CONTRACT: Final[dict[Part, tuple[Rule, ...]]] = {
         )),
     ),
     "requests": (
-        Has(_REQUESTS, "", ("TokenizedGenerateReqInput", "TokenizedEmbeddingReqInput", "AbortReq", "GetInternalStateReq")),
+        Has(_REQUESTS, "", ("TokenizedGenerateReqInput", "TokenizedEmbeddingReqInput", "AbortReq")),
         Takes(_SCHEDULER, REQUESTS.name, ("self", "recv_reqs")),
     ),
     "batches": (
@@ -234,20 +239,16 @@ CONTRACT: Final[dict[Part, tuple[Rule, ...]]] = {
                 "decode_cuda_graph_runner",
                 (
                     Has(_RUNNER, "ModelRunner", ("decode_cuda_graph_runner", "prefill_cuda_graph_runner")),
-                    Has(f"{_RUNNERS}.decode_cuda_graph_runner", "DecodeCudaGraphRunner", ("capture_bs",)),
-                    Has(f"{_RUNNERS}.prefill_cuda_graph_runner", "PrefillCudaGraphRunner", ("capture_num_tokens",)),
+                    Has(_DECODE, "DecodeCudaGraphRunner", ("capture_bs",)),
+                    Has(_PREFILL, "PrefillCudaGraphRunner", ("capture_num_tokens",)),
                 ),
             ),
             (
                 "graph_runner",
                 (
                     Has(_RUNNER, "ModelRunner", ("graph_runner", "piecewise_cuda_graph_runner")),
-                    Has("sglang.srt.model_executor.cuda_graph_runner", "CudaGraphRunner", ("capture_bs",)),
-                    Has(
-                        "sglang.srt.model_executor.piecewise_cuda_graph_runner",
-                        "PiecewiseCudaGraphRunner",
-                        ("capture_num_tokens",),
-                    ),
+                    Has(_OLD_DECODE, "CudaGraphRunner", ("capture_bs",)),
+                    Has(_OLD_PREFILL, "PiecewiseCudaGraphRunner", ("capture_num_tokens",)),
                 ),
             ),
         )),
@@ -257,15 +258,15 @@ CONTRACT: Final[dict[Part, tuple[Rule, ...]]] = {
             (
                 "one shape",
                 (
-                    Has(f"{_RUNNERS}.decode_cuda_graph_runner", "DecodeCudaGraphRunner", ("capture", "capture_one_shape")),
-                    Has(f"{_RUNNERS}.prefill_cuda_graph_runner", "PrefillCudaGraphRunner", ("capture", "capture_one_shape")),
+                    Has(_DECODE, "DecodeCudaGraphRunner", ("capture", "capture_one_shape")),
+                    Has(_PREFILL, "PrefillCudaGraphRunner", ("capture", "capture_one_shape")),
                     Has(_RUNNER, "ModelRunner", ("init_decode_cuda_graph", "init_prefill_cuda_graph")),
                 ),
             ),
             (
                 "one batch size",
                 (
-                    Has("sglang.srt.model_executor.cuda_graph_runner", "CudaGraphRunner", ("capture", "capture_one_batch_size")),
+                    Has(_OLD_DECODE, "CudaGraphRunner", ("capture", "capture_one_batch_size")),
                     Has(_RUNNER, "ModelRunner", ("init_device_graphs", "init_piecewise_cuda_graphs")),
                 ),
             ),

@@ -1,4 +1,4 @@
-"""What was checked of each SGLang release: a table that ``scripts/check_releases --record`` makes and the package ships."""
+"""What was checked of each SGLang release: a table that ``scripts/check_releases --record`` makes."""
 
 from __future__ import annotations
 

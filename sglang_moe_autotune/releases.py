@@ -73,6 +73,18 @@ def deterministic() -> bool:
     return bool(getattr(config, name)().enable_deterministic_inference)
 
 
+def publish_server_args() -> Any:
+    """Give SGLang the configuration that its lookup and kernels ask for, as an empty server would have it."""
+    try:
+        context = importlib.import_module("sglang.srt.runtime_context").get_context()
+        return context.override_server_args().install()
+    except (ImportError, AttributeError):
+        module = importlib.import_module("sglang.srt.server_args")  # before 0.5.16
+        server_args = module.ServerArgs(model_path="dummy")
+        module.set_global_server_args_for_scheduler(server_args)
+        return server_args
+
+
 def stock_lookup() -> Callable[..., Any]:
     """SGLang's own ``try_get_optimal_moe_config``, beneath the hooks."""
     function: Callable[..., Any] = inspect.unwrap(config_module().try_get_optimal_moe_config)

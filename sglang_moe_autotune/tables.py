@@ -235,8 +235,10 @@ def releases(checked: Matrix, here: Release | None) -> Iterator[RenderableType]:
         yield Text("There is no SGLang in this Python.")
         return
     known = next((r for r in checked.releases if r.version == here.version), None)
-    told = "" if known is None else ", as the release" if known.kernel == here.kernel else ", CHANGED since the release"
-    yield Text(f"In this Python: {here.version}, {matrix.WORDS[here.state]}; kernel {here.kernel[:8] or 'unknown'}{told}")
+    as_checked = known is not None and known.kernel == here.kernel
+    told = "" if known is None else ", as it was checked" if as_checked else ", NOT as it was checked"
+    kernel = here.kernel[:8] or "unknown"
+    yield Text(f"In this Python: {here.version}, {matrix.WORDS[here.state]}; kernel {kernel}{told}")
     for part, reasons in here.lacks.items():
         yield Text(f"  {part}: {'; '.join(reasons)}")
 

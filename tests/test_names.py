@@ -1,4 +1,4 @@
-"""An export is opened by SGLang's own lookup, whatever the GPU is called and whatever the shape is (C06, C07, C12, C13)."""
+"""An export is opened by SGLang's own lookup, whatever the GPU is called and whatever the shape is."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from sglang_moe_autotune.shapes import KernelConfig, MoeShape
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "scripts"))
 
-import release_calls  # noqa: E402 - in scripts, which the line above puts on the path
+import release_calls
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -67,8 +67,10 @@ def asked(stock: Any, shape: MoeShape, device: str, *, down: bool) -> str:
 @pytest.mark.sglang
 @settings(max_examples=200, deadline=None)
 @given(shapes(), DEVICE, st.booleans())
-@example(MoeShape((256, 1024, 1024), (256, 2048, 256), 8, "int4_w4a16", (0, 128)), "NVIDIA H200", False)  # noqa: FBT003
-def test_c06_c07_a_name_is_what_sglangs_own_lookup_asks_for(stock: Any, shape: MoeShape, device: str, down: bool) -> None:
+@example(MoeShape((256, 1024, 1024), (256, 2048, 256), 8, "int4_w4a16", (0, 128)), "NVIDIA H200", False)
+def test_c06_c07_a_name_is_what_sglangs_own_lookup_asks_for(
+    stock: Any, shape: MoeShape, device: str, down: bool
+) -> None:
     assert file_name(shape, device, down=down) == asked(stock, shape, device, down=down)
 
 
@@ -117,8 +119,9 @@ def test_two_shapes_of_a_gpu_with_a_slash_do_not_meet_in_one_file(tmp_path: Path
 @given(st.sampled_from(release_calls.DEVICES), shapes())
 def test_c12_c13_a_name_is_read_back_and_unlike_gpus_have_unlike_names(device: str, shape: MoeShape) -> None:
     name = file_name(shape, device)
-    names = [file_name(shape, other) for other in release_calls.DEVICES if other.replace(" ", "_") != device.replace(" ", "_")]
-    assert name not in names
+    names = {d.replace(" ", "_"): file_name(shape, d) for d in release_calls.DEVICES}
+    assert name == names.pop(device.replace(" ", "_"))
+    assert name not in names.values()
     if "/" not in device:
         found = parse_name(name)
         assert found is not None
