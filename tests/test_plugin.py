@@ -334,7 +334,12 @@ def origins() -> dict[str, object]:
     block = (128, 128) if "block_shape=[128, 128]" in exact.name else None
     found = releases.origin(MoeShape((e, 2 * n, 4096), (e, 4096, n), 8, dtype, block))
     given.config.get_device_name = lambda *_: "NVIDIA H200"
+    own = given.config.get_moe_configs
+    given.config.get_moe_configs = lambda *_args, **_kwargs: None  # 0.5.11 looks for four other versions only
+    few = releases.origin(MoeShape((128, 1536, 2048), (128, 2048, 768), 8))
+    given.config.get_moe_configs = own
     return {
+        "few": few,
         "file": exact.name,
         "exact": found,
         "fallback": releases.origin(MoeShape((128, 1536, 2048), (128, 2048, 768), 8)),
@@ -345,6 +350,7 @@ def origins() -> dict[str, object]:
 def test_a_file_of_another_triton_is_told_from_one_of_this_triton(prepared: SchedulerProcess) -> None:
     told = prepared.run(origins)
     assert (told["exact"], told["fallback"], told["miss"]) == ("exact", "fallback", "miss"), told["file"]
+    assert told["few"] == "miss", "a file that this release's lookup does not take is no fallback"
 
 
 # -- heat ---------------------------------------------------------------------------------------------------------
