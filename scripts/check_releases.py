@@ -26,7 +26,7 @@ import release_wheels  # noqa: E402 - as above
 import scheduler_process  # noqa: E402 - in tests
 from release_wheels import ChangedError, MissingError, Wheel  # noqa: E402 - as above
 
-from sglang_moe_autotune import fit, matrix  # noqa: E402 - what is checked
+from sglang_moe_autotune import fit, kernel_source, matrix  # noqa: E402 - what is checked
 from sglang_moe_autotune.contract import LAUNCH, UNSUPPORTED  # noqa: E402 - as above
 from sglang_moe_autotune.doctor import FIRST_SGLANG  # noqa: E402 - as above
 from sglang_moe_autotune.matrix import Matrix, Release  # noqa: E402 - as above
@@ -65,7 +65,7 @@ def check(version: str, path: Path, *, load: bool) -> Release:
         except Exception as error:  # noqa: BLE001 - whatever a release raises is what is wrong with it
             calls = (f"{type(error).__name__}: {error}",)
         try:
-            kernel = fit.kernel_hash(source, *LAUNCH)
+            kernel = kernel_source.kernel_hash(source, *LAUNCH)
         except UnreadError:
             kernel = ""
         return Release(

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from filelock import FileLock, Timeout
 
-from sglang_moe_autotune import fit, matrix, store, targets
+from sglang_moe_autotune import fit, kernel_source, matrix, store, targets
 from sglang_moe_autotune.contract import LAUNCH, NEEDED, UNSUPPORTED
 from sglang_moe_autotune.errors import StoreError
 from sglang_moe_autotune.matrix import Release
@@ -145,7 +145,7 @@ def installed() -> Release | None:
     return Release(
         version=version,
         torch=version_of("torch") or "",
-        kernel=fit.kernel_hash(source, *LAUNCH),
+        kernel=kernel_source.kernel_hash(source, *LAUNCH),
         lacks={part: reasons for part, reasons in lacks.items() if reasons},
         ways={part: found.ways for part, found in parts.items() if found.ways},
         unsupported=UNSUPPORTED.get(version, ""),

@@ -20,7 +20,7 @@ LAYERS: dict[str, Layer] = {
             "lookup", "tuner", "landscape", "replay", "errors", "targets",
             "experience", "summary", "document", "record_rows", "validity", "heat", "bench", "budget",
             "job", "regimes", "agenda",
-            "tally", "errand", "inspection", "source", "contract", "fit", "matrix",
+            "tally", "errand", "inspection", "source", "kernel_source", "contract", "fit", "matrix",
         ),
         "pure",
     ),

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from sglang_moe_autotune import doctor, fit
+from sglang_moe_autotune import doctor, fit, kernel_source
 from sglang_moe_autotune.contract import (
     CONTRACT,
     HARMLESS_REQUESTS,
@@ -270,7 +270,7 @@ def test_the_kernel_hash_of_the_source_is_that_of_the_running_server(scheduler: 
     root = doctor.sglang_root()
     assert root is not None
     running, parameters = scheduler.run(real_kernel_hash)
-    assert fit.kernel_hash(Source(root), *LAUNCH) == running
+    assert kernel_source.kernel_hash(Source(root), *LAUNCH) == running
     assert tuple(parameters[: len(LAUNCH_LEADING)]) == LAUNCH_LEADING
 
 
