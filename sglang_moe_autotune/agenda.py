@@ -55,13 +55,23 @@ class Entry:
         return self.shape, self.M
 
 
+def _everything(_: Entry) -> bool:
+    return True
+
+
 class Agenda:
     """Entries, heat and deferrals. ``next_entry`` is asked once a job; ``resting`` is what an idle pass costs."""
 
-    def __init__(self, retry_s: float) -> None:
+    def __init__(self, retry_s: float = 30.0) -> None:
         self.entries: dict[Key, Entry] = {}
         self.stored: dict[Key, Record] = {}
         self.deferred: dict[Key, Deferral] = {}
+        self.admits: Callable[[Entry], bool] = _everything
+        """may this one be begun now? ``wake`` when an answer changes"""
+        self.elsewhere: frozenset[Key] = frozenset()
+        """what another process works on: it keeps nobody from second searches"""
+        self.held = False
+        """begin nothing: what is open goes on"""
         self._retry_s = retry_s
         self._heat: dict[Key, int] = {}
         self._closed: set[Key] = set()
@@ -80,6 +90,8 @@ class Agenda:
         key = (record.shape, record.M)
         self.stored[key] = record
         entry = self.entries.get(key)
+        if entry is not None and entry.record is not None and record.source != "imported":
+            entry.record = record  # found here, and decided elsewhere
         if entry is None or entry.state != "queued" or not self._holds(key, entry.baseline):
             return False
         del self.entries[key]
@@ -117,13 +129,19 @@ class Agenda:
         """What has no answer yet, the hottest first, equals in the order of arrival."""
         return sorted((e for e in self.entries.values() if e.state == "queued"), key=self._order)
 
+    def wanted(self, now_s: float, far: Callable[[Key], float], *, deep_idle: bool) -> list[Key]:
+        """What would be begun now, admitted or not: the hottest first, of equals the least ``far``."""
+        found = [e for e in self._in_state("queued") if self._may_run(e, now_s, deep_idle=deep_idle)]
+        return [entry.key for entry in sorted(found, key=lambda entry: (self._order(entry), far(entry.key)))]
+
     def has_short(self) -> bool:
         """Is anything queued that may run outside deep idle?"""
-        return any(not e.long and e.key not in self.deferred for e in self._in_state("queued"))
+        waiting = (e for e in self._in_state("queued") if not e.long and e.key not in self.deferred)
+        return any(self.admits(entry) for entry in waiting)
 
     def resting(self, now_s: float, *, deep_idle: bool) -> bool:
         """True while ``next_entry`` would find nothing; costs one comparison."""
-        return now_s < self._rest_until_s[deep_idle]
+        return self.held or now_s < self._rest_until_s[deep_idle]
 
     def wake(self) -> None:
         self._rest_until_s = {False: 0.0, True: 0.0}
@@ -133,7 +151,7 @@ class Agenda:
         found = [e for e in self._in_state("queued") if self._ripe(e, now_s, deep_idle=deep_idle)]
         if found:
             return min(found, key=self._order)
-        if all(e.key in self.deferred for e in self._in_state("queued")):
+        if all(e.key in self.deferred or e.key in self.elsewhere for e in self._in_state("queued")):
             settled = [e for e in self._in_state("settled") if self._ripe(e, now_s, deep_idle=deep_idle)]
             settled.sort(key=self._order)
             few = settled[self._asked : self._asked + _ASKED_AT_ONCE]
@@ -149,6 +167,9 @@ class Agenda:
         return None
 
     def _ripe(self, entry: Entry, now_s: float, *, deep_idle: bool) -> bool:
+        return self._may_run(entry, now_s, deep_idle=deep_idle) and self.admits(entry)
+
+    def _may_run(self, entry: Entry, now_s: float, *, deep_idle: bool) -> bool:
         deferral = self.deferred.get(entry.key)
         return (deep_idle or not entry.long) and (deferral is None or deferral.retry_at_s <= now_s)
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 from sglang_moe_autotune.shapes import GEMMS, ConfigPair, Gemm, KernelConfig
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
 
     from sglang_moe_autotune.records import Record
 
@@ -61,6 +61,8 @@ class Experience:
         self.ordered: dict[KernelConfig, None] = {}
         """configs whose binaries were asked for, oldest first"""
         self.failed: dict[Trial, str] = {}
+        self.heard: dict[int, dict[Trial, float]] = {}
+        """by M the log-ratios that another process measured; they say what to try, and count as no measurement"""
         self.chosen: dict[int, ConfigPair] = {}
         """by M what is served there, the baseline included"""
 
@@ -99,9 +101,14 @@ class Experience:
     def recall(self, record: Record) -> None:
         """Take a stored record's winner: it races first at other M. An imported one has won nothing here yet."""
         if record.source != "imported":
-            self.chosen.setdefault(record.M, record.pair)
+            self.chosen[record.M] = record.pair
         if record.verdict == "faster":
             self.ordered |= dict.fromkeys(c for c in (record.pair.up, record.pair.down) if c in self.space)
+
+    def hear(self, M: int, trials: Mapping[Trial, float]) -> None:  # noqa: N803
+        """Another process of this machine measured these. Their binaries exist, so they are as good as ordered here."""
+        self.heard[M] = {**self.heard.get(M, {}), **trials}
+        self.ordered |= dict.fromkeys(trial.config for trial in trials if trial.config in self.space)
 
     def winners(self) -> frozenset[KernelConfig]:
         """Configs that some M is served with."""
@@ -122,7 +129,7 @@ class Experience:
 
     def nearest(self, M: int) -> list[int]:  # noqa: N803
         """Other M with a winner or measurements, the nearest first."""
-        known = {m for m, rows in self.measured.items() if rows} | set(self.chosen)
+        known = {m for m, rows in self.measured.items() if rows} | set(self.chosen) | set(self.heard)
         return sorted(known - {M}, key=lambda m: (octaves(m, M), m))
 
     def lags(self, M: int, within: int = 3) -> dict[KernelConfig, float]:  # noqa: N803
@@ -133,6 +140,7 @@ class Experience:
         found: dict[KernelConfig, float] = {}
         for m in self.nearest(M)[:within]:
             rows = [(trial, row.centre) for trial, row in self.measured.get(m, {}).items() if row.logs]
+            rows = rows or list(self.heard.get(m, {}).items())
             least = {gemm: min((c for t, c in rows if t.gemm == gemm), default=0.0) for gemm in GEMMS}
             here: dict[KernelConfig, float] = {}
             for (gemm, config), centre in rows:

@@ -43,7 +43,7 @@ def _loop(serving: Serving) -> None:
 def describe(serving: Serving) -> status.LiveStatus:
     """The present state. Reads only what the serving thread replaces whole, or what RuntimeError tells apart."""
     owner = status.this_process()
-    device, tuner = serving.device, serving.tuner
+    device, tuner, peers = serving.device, serving.tuner, serving.peers
     snapshot = tuner.snapshot() if tuner is not None else None
     compiler = getattr(device.provider, "compiler", None) if device is not None else None
     held = getattr(device.provider, "quarantine", None) if device is not None else None
@@ -62,7 +62,10 @@ def describe(serving: Serving) -> status.LiveStatus:
         hooks=serving.hooks(),
         state=serving.state,
         reason=serving.reason,
-        epoch=serving.lookup.epoch,
+        epoch=serving.lookup.epoch if peers is None else peers.epoch,
+        rank=serving.place.rank,
+        ranks=serving.place.ranks,
+        waits=() if peers is None else peers.ranks.waits,
         queue=snapshot.queue if snapshot is not None else (),
         current=snapshot.current if snapshot is not None else None,
         rows=sum(len(rows) for rows in serving.lookup.rows().values()),

@@ -20,7 +20,7 @@ from sglang_moe_autotune.contract import NEEDED
 from sglang_moe_autotune.lookup import CallKey
 from sglang_moe_autotune.settings import Settings
 from sglang_moe_autotune.source import Source
-from sglang_moe_autotune.targets import BATCH, IDLE, LOAD, LOOKUP, REQUESTS, SERVER_INFO, TARGETS, HookTarget
+from sglang_moe_autotune.targets import BATCH, IDLE, LOAD, LOOKUP, RECEIVE, REQUESTS, SERVER_INFO, TARGETS, HookTarget
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -59,6 +59,7 @@ _FENCES = {
     LOAD.name: Fence("load", "nothing stored is used and nothing is tuned"),
     REQUESTS.name: Fence("request", "nothing is tuned any more, learned rows stay in use"),
     SERVER_INFO.name: Fence("server info", "/server_info does not show it any more"),
+    RECEIVE.name: Fence("receive", "graphs are not captured anew in service any more"),
 }
 
 
@@ -91,6 +92,8 @@ def register() -> None:
         HookRegistry.register(target.path, hook, HookType[kind])
     if _why_unusable(SERVER_INFO) is None:
         HookRegistry.register(SERVER_INFO.path, on_server_info, HookType.AFTER)
+    if _why_unusable(RECEIVE) is None:
+        HookRegistry.register(RECEIVE.path, on_receive, HookType.AFTER)
 
 
 def serving() -> Serving:
@@ -172,6 +175,14 @@ def on_requests(_scheduler: Any, *args: Any, **kwargs: Any) -> None:
         fence.call(state.requests, requests)
         if fence.broken:
             state.stop("what the engine is told can no longer be followed; the log has it")
+
+
+def on_receive(result: Any, *_args: Any, **_kwargs: Any) -> Any:
+    """AFTER the rank that receives requests has looked for some, in every pass: where there are none, and all ranks
+    are ready for it, a message to all of them. None leaves the result as it is, which on the others is None."""
+    if result is None or result or _serving is None or _serving.votes.ballot is None:
+        return None
+    return _FENCES[RECEIVE.name].call(_serving.announce)
 
 
 def on_load(_result: Any, model_runner: Any, *_args: Any, **_kwargs: Any) -> None:

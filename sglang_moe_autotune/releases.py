@@ -15,6 +15,7 @@ from sglang_moe_autotune.contract import HARMLESS_REQUESTS
 from sglang_moe_autotune.records import Environment, Origin
 from sglang_moe_autotune.sglang_json import folder_name
 from sglang_moe_autotune.targets import LOOKUP
+from sglang_moe_autotune.votes import PREFIX
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -189,15 +190,39 @@ def setting(server_args: Any, name: str, default: Any = None) -> Any:
     return getattr(server_args, name, default)
 
 
-def ranks(server_args: Any) -> int:
-    """How many ranks share the model."""
-    return max(1, *(setting(server_args, name) or 1 for name in ("tp_size", "pp_size", "dp_size", "ep_size")))
+def place(scheduler: Any) -> tuple[int, int]:
+    """This process's rank among those that share each layer (tensor and expert parallelism), and their number."""
+    size = setting(scheduler.server_args, "tp_size") or 1
+    if size == 1:
+        return 0, 1
+    state = getattr(scheduler, "ps", None)
+    if state is None and not hasattr(scheduler, "tp_rank"):
+        state = importlib.import_module("sglang.srt.runtime_context").get_parallel()
+    return int((state if state is not None else scheduler).tp_rank), size
+
+
+_SPREAD = (
+    ("nnodes", "several nodes: that their ranks agree was not shown"),
+    ("pp_size", "pipeline parallelism: each stage waits for the one before it, so slices would add up"),
+    ("dp_size", "data parallelism: that its ranks agree was not shown"),
+    ("attn_cp_size", "context parallelism: that its ranks agree was not shown"),
+    ("moe_dp_size", "data parallelism of the experts: that its ranks agree was not shown"),
+)
+
+
+def why_apart(server_args: Any) -> str:
+    """Why the ranks of this server cannot agree, or ""."""
+    if setting(server_args, "enable_dp_attention"):
+        return "DP attention: a rank without requests runs along with the others, so no rank can tell that it is idle"
+    if setting(server_args, "elastic_ep_backend"):
+        return "elastic expert parallelism: ranks come and go, and that they agree was not shown"
+    return next((why for name, why in _SPREAD if (setting(server_args, name) or 1) > 1), "")
 
 
 def why_never(server_args: Any) -> str:
     """Why this server must not tune at all, or "". Asked once."""
-    if ranks(server_args) > 1 or (setting(server_args, "nnodes") or 1) > 1:
-        return "the model is spread over several ranks; stored rows are served, and nothing is tuned there yet"
+    if why := why_apart(server_args):
+        return why
     if setting(server_args, "enable_fused_moe_sum_all_reduce"):
         return "--enable-fused-moe-sum-all-reduce changes the down GEMM, which is not tuned yet"
     if setting(server_args, "enable_lora"):
@@ -230,6 +255,23 @@ def why_not_now(scheduler: Any) -> str:
 def disturbs(requests: Any) -> bool:
     """May one of the received requests pause the engine, or move weights, caches, experts or adapters?"""
     return any(type(request).__name__ not in HARMLESS_REQUESTS for request in requests)
+
+
+def announcement(message: str) -> Any:
+    """A request that carries a message to all ranks. It aborts a request that does not exist, so a rank that does
+    not know the message does nothing."""
+    return importlib.import_module("sglang.srt.managers.io_struct").AbortReq(rid=message)
+
+
+def announced(requests: Any) -> list[str]:
+    """The messages among what was received."""
+    rids = (request.rid for request in requests if type(request).__name__ == "AbortReq")
+    return [rid for rid in rids if isinstance(rid, str) and rid.startswith(PREFIX)]
+
+
+def is_filler(batch: Any) -> bool:
+    """A batch without requests, run along because another rank has some."""
+    return not batch.reqs
 
 
 def batch_tokens(scheduler: Any, batch: Any) -> tuple[BatchKind, int] | None:

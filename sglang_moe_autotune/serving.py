@@ -8,26 +8,31 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from sglang_moe_autotune import __version__, live, metrics, releases
+from sglang_moe_autotune.agenda import Agenda
 from sglang_moe_autotune.budget import Budget
+from sglang_moe_autotune.council import Place
 from sglang_moe_autotune.device import open_device
 from sglang_moe_autotune.heat import Heat
 from sglang_moe_autotune.layers import call_key, find_layers
 from sglang_moe_autotune.listener import CompileCount
 from sglang_moe_autotune.overlay import Overlay
+from sglang_moe_autotune.peers import Peers
 from sglang_moe_autotune.prior import Prior, find_files
 from sglang_moe_autotune.settings import Settings, cache_root
 from sglang_moe_autotune.shape_notes import ShapeNotes
 from sglang_moe_autotune.store import Store
 from sglang_moe_autotune.trials import TrialLog
-from sglang_moe_autotune.tuner import Step, Tuner, TunerOptions
+from sglang_moe_autotune.tuner import Step, Tried, Tuner, TunerOptions
+from sglang_moe_autotune.votes import Votes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from sglang_moe_autotune.device import Device
     from sglang_moe_autotune.lookup import CallKey, Missed
     from sglang_moe_autotune.metrics import Metrics
     from sglang_moe_autotune.records import Origin, Record, ShapeNote
+    from sglang_moe_autotune.shapes import MoeShape
     from sglang_moe_autotune.status import State
 
 logger = logging.getLogger("sglang.moe_autotune")
@@ -70,12 +75,17 @@ class Serving:
         self.slices = 0
         self.metrics: Metrics | None = None
         self.budget = Budget(settings.budget_s)
+        self.place = Place()
+        self.votes = Votes()
+        self.agenda = Agenda()
+        self.peers: Peers | None = None
         self._never = ""
         self._attached = False
         self._faults = 0
         self._added = 0
         self._notes = ShapeNotes(self._submit_note)
         self._captured: Any = {}
+        self._trials: TrialLog | None = None
         self._last_request_s = self._last_idle_s = time.monotonic()
 
     def answer(self, key: CallKey, M: int, return_down_config: bool) -> Any | None:  # noqa: N803
@@ -88,6 +98,8 @@ class Serving:
             self.lookup.miss(key, M, answer)
 
     def batch(self, scheduler: Any, batch: Any) -> None:
+        if releases.is_filler(batch):
+            self._last_request_s = time.monotonic()  # another rank is not idle, so this one is not
         if (found := releases.batch_tokens(scheduler, batch)) is not None:
             self._last_request_s = time.monotonic()
             self.heat.batch(*found)
@@ -97,13 +109,24 @@ class Serving:
     def requests(self, requests: Any) -> None:
         """What the scheduler has just received: weights, caches and adapters move after this."""
         if releases.disturbs(requests):
+            self.votes.cancel(self.peers.graphs if self.peers is not None else None)
             self._let_go()
+        elif self.peers is not None:
+            self.peers.requests(requests)
+
+    def announce(self) -> list[Any] | None:
+        """Where requests are received and there are none: the start of a re-capture, if all ranks are ready."""
+        votes = self.peers.ranks.votes if self.peers is not None else {}
+        message = self.votes.announcement(votes)
+        return None if message is None else [releases.announcement(message)]
 
     def stop(self, reason: str) -> None:
         """Tune no more in this process; learned rows stay in use."""
         if self.state != "off":
             self.state, self.reason = "off", reason
             self._let_go()
+            if self.peers is not None:
+                self.peers.stop(reason)
             self.tuner = None
 
     def loaded(self, model_runner: Any) -> None:
@@ -159,6 +182,8 @@ class Serving:
         assert self.tuner is not None  # noqa: S101 - for the type checker
         try:
             with self.compiles.tuning():
+                if self.peers is not None:
+                    return self.peers.step(time.monotonic(), deep_idle=deep_idle)
                 return self.tuner.step(deep_idle=deep_idle)
         except Exception:
             self._faults += 1
@@ -180,6 +205,8 @@ class Serving:
         """Close the bench that is open, if any: its memory and its hold on weights end here."""
         if self.tuner is not None:
             self.tuner.abandon()
+        if self.peers is not None:
+            self.peers.abandon()
 
     def start(self, device: Device) -> None:
         """Open the store of the device's environment, publish what it holds, and get ready to tune."""
@@ -196,9 +223,13 @@ class Serving:
                 driver=releases.driver_version(),
             )
             prior = Prior(find_files(releases.shipped_folder()), device.environment.device_name)
-            limit = device.environment.shared_memory_bytes
-            tried = TrialLog(self.root, device.environment).put
-            self.tuner = Tuner(device.provider, self._learned, prior, options, shared_memory_bytes=limit, tried=tried)
+            self._trials = TrialLog(self.root, device.environment)
+            self.tuner = Tuner(
+                *(device.provider, self._learned, prior, options),
+                shared_memory_bytes=device.environment.shared_memory_bytes,
+                tried=self._tried,
+                agenda=self.agenda,
+            )
             for record in self.store.contents.records.values():
                 # What a recording taught is of no use here, and what is not served is searched again.
                 if record.source in ("pinned", "imported", device.source) and self.overlay.bits_hold(record):
@@ -207,10 +238,14 @@ class Serving:
 
     def _attach(self, scheduler: Any) -> None:
         self._attached = True
+        self.place = Place(*releases.place(scheduler), getattr(scheduler.server_args, "port", None) or 0)
         self._never = self._never or releases.why_never(scheduler.server_args)
         if self._never:
             self.state, self.reason = "off", self._never
             logger.info("MoE autotune tunes nothing in this server: %s.", self._never)
+        elif self.tuner is not None and self.device is not None and self.store is not None:
+            ours = (self.settings, self.store, self.device, self.overlay, self.tuner, self.agenda, self.votes)
+            self.peers = Peers(self.place, *ours)
         self._captured = releases.captured_sizes(scheduler)
         self.metrics = metrics.of(scheduler)
 
@@ -234,6 +269,8 @@ class Serving:
         """The tuner's sink: keep the record, and serve it where that is allowed."""
         assert self.store is not None  # noqa: S101 - for the type checker
         self._faults = 0
+        if self.peers is not None and self.peers.learned(record):
+            return
         self.store.submit(record=record)
         if record.verdict != "faster":
             return
@@ -245,6 +282,12 @@ class Serving:
             *(record.shape.slug, record.M, 100 * evidence.gain, evidence.baseline_us, evidence.chosen_us),
             *(100 * evidence.gain_low, record.pair, record.baseline),
         )
+
+    def _tried(self, shape: MoeShape, M: int, trials: Sequence[Tried]) -> None:  # noqa: N803
+        assert self._trials is not None  # noqa: S101 - for the type checker
+        self._trials.put(shape, M, trials)
+        if self.peers is not None:
+            self.peers.tried(shape, M, trials)
 
     def _take_news(self, now: float) -> bool:
         """Misses and heat into the tuner, notes into the store; True if that cost what a slice may cost."""
@@ -275,6 +318,6 @@ class Serving:
         self.store.submit(note=note)
 
     def _stand_aside(self, reason: str) -> None:
-        if self.reason != reason and self.tuner is not None:
-            self.tuner.abandon()
+        if self.reason != reason:
+            self._let_go()
         self.state, self.reason = "standing aside", reason

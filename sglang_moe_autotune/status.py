@@ -65,6 +65,10 @@ class LiveStatus(msgspec.Struct, frozen=True, kw_only=True):
     since_unix_s: float
     """when the plugin started in this process"""
     rank: int = 0
+    ranks: int = 1
+    """of its server, those that share each layer"""
+    waits: tuple[str, ...] = ()
+    """what its ranks wait for, or what differs between them, in words"""
     sglang: str = ""
     triton: str = ""
     device_name: str = ""
@@ -279,4 +283,6 @@ def differences(servers: tuple[Server, ...]) -> tuple[Difference, ...]:
             values = tuple((f"pid {live.pid} on {live.host}", str(getattr(live, field))) for live in lives)
             if len({value for _, value in values}) > 1:
                 found.append(Difference(field, values))
+        if waits := tuple((f"pid {live.pid} on {live.host}", why) for live in lives for why in live.waits):
+            found.append(Difference("ranks", waits))
     return tuple(found)

@@ -90,6 +90,12 @@ class Store:
                 return
         self._change(record, note)
 
+    def refresh(self) -> None:
+        """Take in what others wrote, on the writer's thread, soon. For a caller who saw the file change."""
+        with self._changed:
+            if self._writes():
+                self._ask()
+
     def flush(self, timeout_s: float) -> bool:
         """Wait until everything submitted so far is on disk; False if that failed or took too long."""
         with self._changed:

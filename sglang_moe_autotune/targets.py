@@ -40,3 +40,6 @@ REQUESTS = HookTarget("sglang.srt.managers.scheduler", "Scheduler.process_input_
 TARGETS = (LOOKUP, IDLE, BATCH, LOAD, REQUESTS)
 SERVER_INFO = HookTarget("sglang.srt.managers.scheduler", "Scheduler.get_internal_state")
 """Not in ``TARGETS``: without it the server says less, and tunes all the same."""
+_RECEIVER = "sglang.srt.managers.scheduler_components.request_receiver"
+RECEIVE = HookTarget(_RECEIVER, "SchedulerRequestReceiver._pull_raw_reqs")
+"""Not in ``TARGETS``: without it several ranks never capture graphs anew in service."""

@@ -95,8 +95,9 @@ class Tuner:
         clock: Callable[[], float] = time.monotonic,
         unix_clock: Callable[[], float] = time.time,
         tried: Callable[[MoeShape, int, Sequence[Tried]], object] | None = None,
+        agenda: Agenda | None = None,
     ) -> None:
-        """tried: told, at the end of each search, what was measured at its M."""
+        """tried: told, at the end of each search, what was measured at its M. agenda: for a caller who admits M."""
         self.options = options or TunerOptions()
         self.gpu_s = 0.0
         """device seconds spent, the open bench's included"""
@@ -105,7 +106,7 @@ class Tuner:
         self._clock, self._unix_clock, self._tell = clock, unix_clock, tried
         self._behind: dict[Key, dict[Gemm, float]] = {}
         """by GEMM the log-ratio of a winner to SGLang's own config, for M that were searched again from it"""
-        self._agenda = Agenda(self.options.retry_s)
+        self._agenda = agenda or Agenda(self.options.retry_s)
         self._experience: dict[MoeShape, Experience] = {}
         self._current: Entry | None = None
         self._job: Job | None = None

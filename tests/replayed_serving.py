@@ -9,6 +9,7 @@ from record_values import H200
 from synthetic import bf16_shape, landscape
 
 from sglang_moe_autotune.budget import Budget
+from sglang_moe_autotune.council import Place
 from sglang_moe_autotune.lookup import Lookup
 from sglang_moe_autotune.prior import Prior
 from sglang_moe_autotune.replay import ReplayProvider
@@ -49,6 +50,8 @@ def replayed_serving(ms: tuple[int, ...] = (8, 64, 512), deferred: int | None = 
         idle_s=1.5,
         compiles=SimpleNamespace(for_tuning=0),
         overlay=SimpleNamespace(shapes=(SMALL,)),
+        peers=None,
+        place=Place(),
     )
 
 

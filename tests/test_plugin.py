@@ -670,16 +670,97 @@ def several_ranks() -> list[str]:
     from sglang_moe_autotune import releases
 
     one = {"tp_size": 1, "pp_size": 1, "dp_size": 1, "ep_size": 1, "nnodes": 1}
-    rows = [{}, {"tp_size": 2}, {"pp_size": 2}, {"dp_size": 2}, {"ep_size": 2}, {"nnodes": 2}, {"enable_lora": True}]
+    rows = [{}, {"tp_size": 2}, {"tp_size": 4, "ep_size": 4}]
+    rows += [{"pp_size": 2}, {"dp_size": 2}, {"nnodes": 2}, {"attn_cp_size": 2}, {"moe_dp_size": 2}]
+    rows += [{"enable_dp_attention": True}, {"elastic_ep_backend": "mooncake"}, {"enable_lora": True}]
     rows += [{"disaggregation_mode": "prefill"}, {"enable_fused_moe_sum_all_reduce": True}]
     return [releases.why_never(SimpleNamespace(**{**one, **row})) for row in rows]
 
 
 def test_a_server_that_is_not_shown_to_be_safe_says_why_it_never_tunes(prepared: SchedulerProcess) -> None:
-    single, *others = prepared.run(several_ranks)
-    assert single == ""
+    single, tensor, expert, *others = prepared.run(several_ranks)
+    assert single == tensor == expert == ""
     assert all(others)
-    assert all("several ranks" in why for why in others[:5])
+    assert len(set(others)) == len(others)  # each says its own reason, in one line
+    assert not any("\n" in why for why in others)
+
+
+def filler_batch() -> list[bool]:
+    import builtins
+    from types import SimpleNamespace
+
+    from sglang_moe_autotune import plugin
+
+    given = builtins.given  # type: ignore[attr-defined]
+    serving = given.serving
+    found = []
+    for rids in (["HEALTH_CHECK_1"], []):
+        serving._last_request_s = before = -1000.0
+        mode = SimpleNamespace(is_extend=lambda: False, is_idle=lambda: True)
+        reqs = [SimpleNamespace(rid=rid) for rid in rids]
+        plugin.on_batch(given.Stub(), SimpleNamespace(reqs=reqs, forward_mode=mode, extend_num_tokens=None))
+        found.append(serving._last_request_s == before)
+    found.append(serving.heat.take({}) == {})
+    return found
+
+
+def test_c26_a_filler_batch_is_not_idle_time_a_health_probe_is_and_neither_is_heat(prepared: SchedulerProcess) -> None:
+    assert prepared.run(filler_batch) == [True, False, True]
+
+
+def announce() -> dict[str, object]:
+    import builtins
+    from types import SimpleNamespace
+
+    from sglang.srt.managers.io_struct import AbortReq
+    from sglang.srt.managers.scheduler import Scheduler
+
+    from sglang_moe_autotune import plugin, releases
+
+    given = builtins.given  # type: ignore[attr-defined]
+    votes = given.serving.votes
+
+    class Graphs:
+        def ready(self) -> bool:
+            return True
+
+    untouched = [plugin.on_receive(found) for found in (None, [], [object()])]
+    votes.ask([64, 8])
+    votes.consider(votes.ballot, Graphs())
+    busy = plugin.on_receive([object()]), plugin.on_receive(None)
+    (request,) = plugin.on_receive([])
+    told = {"untouched": untouched, "busy": busy, "rid": request.rid, "again": plugin.on_receive([])}
+    told["type"] = type(request) is AbortReq
+    told["read"] = releases.announced([object(), request, AbortReq(rid="a user's")])
+    told["sizes"] = votes.start(request.rid)
+    # A rank that does not know the message: SGLang's own handler looks for a request of that name, and finds none.
+    waiting = [SimpleNamespace(rid="a"), SimpleNamespace(rid="b")]
+    aborted: list[object] = []
+    batch = SimpleNamespace(reqs=[SimpleNamespace(rid="c", finished=lambda: False, to_finish=None)])
+    stock = SimpleNamespace(
+        chunked_req=None, waiting_queue=list(waiting), dllm_config=None, mm_receiver=None, rust_server=None,
+        grammar_manager=SimpleNamespace(abort_requests=aborted.append),
+        disaggregation_mode=None, running_batch=batch, cur_batch=batch, cur_batch_for_debug=batch, last_batch=None,
+        enable_overlap=False, _iter_running_requests=lambda: iter(()), send_abort_output=aborted.append,
+        collect_inflight_reqs=lambda: batch.reqs, ps=SimpleNamespace(pp_size=1), pp_size=1,
+    )  # fmt: skip
+    Scheduler.abort_request(stock, request)
+    told["left_alone"] = stock.waiting_queue == waiting and batch.reqs[0].to_finish is None
+    return told
+
+
+def test_a_start_of_a_recapture_travels_as_a_request_that_does_nothing_where_it_is_not_known(
+    prepared: SchedulerProcess,
+) -> None:
+    told = prepared.run(announce)
+    assert told["untouched"] == [None] * 3
+    assert told["busy"] == [None, None]
+    assert told["rid"] == "SGLANG_MOE_AUTOTUNE_RECAPTURE:1:8,64"
+    assert told["again"] is None
+    assert told["type"]
+    assert told["read"] == [told["rid"]]
+    assert told["sizes"] == [8, 64]
+    assert told["left_alone"]
 
 
 def resolved_arguments() -> dict[str, object]:

@@ -1,0 +1,79 @@
+"""What ``gpu_ranks.py`` puts into the schedulers: different tables on the ranks, and graphs that only take notes.
+
+As a SGLang plugin it acts on what its environment asks for, and on nothing else.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+
+def register() -> None:
+    """The entry point; scheduler processes only."""
+    if multiprocessing.parent_process() is None or "sglang.srt.managers.scheduler" not in sys.modules:
+        return
+    if os.environ.get("RANKS_PROBE_DIFFER"):
+        _serve_on_even_gpus_only()
+    if folder := os.environ.get("RANKS_PROBE_GRAPHS"):
+        threading.Thread(target=_lend_graphs, args=(Path(folder),), daemon=True).start()
+
+
+def _serve_on_even_gpus_only() -> None:
+    """Deliberately different tables: stored rows on one rank, SGLang's own configs on the other."""
+    from sglang_moe_autotune.overlay import Overlay  # noqa: PLC0415 - in schedulers only
+
+    publish = Overlay.publish_stored
+
+    def publish_on_some(self: Any, contents: Any) -> None:
+        import torch  # noqa: PLC0415 - imported long before
+
+        if torch.cuda.current_device() % 2 == 0:
+            publish(self, contents)
+
+    Overlay.publish_stored = publish_on_some  # type: ignore[method-assign]
+
+
+class NotedGraphs:
+    """Captures nothing, and notes when it was told to, on which rank. Ready once the file ``ready-RANK`` is there."""
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        self._folder, self._rank = folder, rank
+        self._ready = False
+        threading.Thread(target=self._look, daemon=True).start()
+
+    def _look(self) -> None:
+        while not self._ready:
+            self._ready = (self._folder / f"ready-{self._rank}").exists()
+            time.sleep(0.1)
+
+    def ready(self) -> bool:
+        return self._ready
+
+    def capture(self, sizes: tuple[int, ...]) -> None:
+        note = {"rank": self._rank, "sizes": list(sizes), "unix_s": time.time()}
+        with (self._folder / "captured.jsonl").open("a", encoding="utf-8") as file:
+            file.write(json.dumps(note) + "\n")
+
+    def release(self) -> None:
+        """Nothing is held."""
+
+
+def _lend_graphs(folder: Path) -> None:
+    from sglang_moe_autotune import plugin  # noqa: PLC0415 - in schedulers only
+
+    while True:
+        try:
+            peers = plugin.serving().peers
+        except RuntimeError:
+            peers = None
+        if peers is not None:
+            peers.graphs = NotedGraphs(folder, peers.place.rank)
+            return
+        time.sleep(0.2)

@@ -1,0 +1,140 @@
+"""The accord of a server's ranks: what one rank found, what the others measured of it, and what is decided. Pure.
+
+A row is served in service only where every rank measured it faster on its own layers; the slowest one's gain
+counts. Rank 0 decides, alone and from what the ranks posted, so that there is one decision for all of them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import TYPE_CHECKING, Literal
+
+import msgspec
+
+from sglang_moe_autotune.records import Evidence, Record  # noqa: TC001 - msgspec reads the annotations
+from sglang_moe_autotune.shapes import ConfigPair, MoeShape
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+Outcome = Literal["holds", "refused", "unsure"]
+"""``holds``: faster on this rank, and its output agrees. ``refused``: not so. ``unsure``: it could not be
+measured, or not yet; that decides nothing."""
+
+Key = tuple[MoeShape, int]
+
+
+class Finding(msgspec.Struct, frozen=True):
+    """What one rank measured of a proposal. Gains are 1 - pair/against, as fractions."""
+
+    id: str
+    outcome: Outcome
+    gain: float = 0.0
+    low: float = 0.0
+    high: float = 0.0
+    samples: int = 0
+    reason: str = ""
+    max_error: float | None = None
+    tolerance: float | None = None
+
+
+class Proposal(msgspec.Struct, frozen=True):
+    """A row that one rank found, or that the store holds, put to all ranks."""
+
+    record: Record
+    against: ConfigPair
+    """what it was measured against: what the ranks serve at its M now"""
+    id: str
+    """the same for whoever proposes the same"""
+
+    @property
+    def key(self) -> Key:
+        return self.record.shape, self.record.M
+
+
+def propose(record: Record, row: Record | None) -> Proposal:
+    """row: what the ranks' table has at its M."""
+    against = record.baseline if row is None else row.pair
+    content = msgspec.json.encode((record.shape, record.M, record.pair, record.baseline, against))
+    return Proposal(record, against, hashlib.sha256(content).hexdigest()[:16])
+
+
+def decide(
+    proposal: Proposal, found: Mapping[int, Finding], ranks: int, row: Record | None, min_gain: float
+) -> Record | Literal["open", "dismissed"]:
+    """The row to publish, or whether to wait on or to drop it. ``found``: by rank what each measured of it;
+    ``row``: what is published at its M. One refusal is enough to drop it; a missing rank keeps it open."""
+    served = proposal.record.baseline if row is None else row.pair
+    if proposal.against != served:
+        return "dismissed"
+    findings = [found[rank] for rank in range(ranks) if rank in found]
+    if any(finding.outcome == "refused" for finding in findings):
+        return "dismissed"
+    if sum(finding.outcome == "holds" for finding in findings) < ranks:
+        return "open"
+    slowest = min(findings, key=lambda finding: finding.gain)
+    # A row that replaces a learned one is a second step: the tuner asks half as much of it.
+    if slowest.gain < (min_gain if row is None else min_gain / 2):
+        return "dismissed"
+    return msgspec.structs.replace(
+        proposal.record, verdict="faster", evidence=_evidence(proposal.record.evidence, findings, slowest, row)
+    )
+
+
+def _evidence(mine: Evidence, findings: Iterable[Finding], slowest: Finding, row: Record | None) -> Evidence:
+    findings = list(findings)
+    gains = (slowest.gain, min(f.low for f in findings), slowest.high)
+    if row is not None:
+        before = row.evidence
+        firsts = (before.gain, before.gain_low, before.gain_high)
+        gains = (
+            1 - (1 - firsts[0]) * (1 - gains[0]),
+            1 - (1 - firsts[1]) * (1 - gains[1]),
+            1 - (1 - firsts[2]) * (1 - gains[2]),
+        )
+    errors = [f for f in findings if f.max_error is not None]
+    worst = max(errors, key=lambda f: f.max_error or 0.0) if errors else None
+    gain, low, high = gains
+    return msgspec.structs.replace(
+        mine,
+        chosen_us=mine.baseline_us * (1 - gain),
+        gain=gain,
+        gain_low=low,
+        gain_high=high,
+        samples=sum(f.samples for f in findings) + (row.evidence.samples if row is not None else 0),
+        max_error=worst.max_error if worst else mine.max_error,
+        tolerance=worst.tolerance if worst else mine.tolerance,
+    )
+
+
+def own_finding(proposal: Proposal, row: Record | None) -> Finding:
+    """What the rank that found it measured: the record's gain, less the step of the row that it replaces."""
+    evidence = proposal.record.evidence
+    before = row.evidence if row is not None and row.pair == proposal.against else None
+    gain, low, high = evidence.gain, evidence.gain_low, evidence.gain_high
+    if before is not None:
+        gain, low, high = (
+            1 - (1 - both) / (1 - first)
+            for both, first in ((gain, before.gain), (low, before.gain_low), (high, before.gain_high))
+        )
+    samples = evidence.samples - (before.samples if before is not None else 0)
+    return Finding(
+        proposal.id, "holds", gain, low, high, samples, "", evidence.max_error, evidence.tolerance
+    )
+
+
+def settled(proposal: Proposal, found: Mapping[int, Finding]) -> Record:
+    """The record of a proposal that was dropped: SGLang's own answer stays at its M, for all ranks."""
+    record = proposal.record
+    samples = max(record.evidence.samples, sum(finding.samples for finding in found.values()))
+    evidence = msgspec.structs.replace(
+        record.evidence,
+        chosen_us=record.evidence.baseline_us,
+        gain=0.0,
+        gain_low=0.0,
+        gain_high=0.0,
+        samples=samples,
+        max_error=None,
+        tolerance=None,
+    )
+    return msgspec.structs.replace(record, verdict="baseline", pair=record.baseline, evidence=evidence)

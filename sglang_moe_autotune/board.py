@@ -1,0 +1,194 @@
+"""The board of a server: a file for each rank, written by that rank alone, and the table that rank 0 decides.
+
+Readers see the old text or the new one; nobody waits for anybody. All of it lies in one folder of the store, and what
+is lost with it is posted again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import shutil
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from sglang_moe_autotune import whole_file
+from sglang_moe_autotune.accord import Finding, Proposal  # noqa: TC001 - msgspec reads the annotations
+from sglang_moe_autotune.epochs import Table
+from sglang_moe_autotune.hearsay import Heard, Hearsay
+from sglang_moe_autotune.status import Owner, presence, start_time, this_process
+from sglang_moe_autotune.validity import problem
+from sglang_moe_autotune.votes import Ballot  # noqa: TC001 - msgspec reads the annotations
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+SCHEMA = 1
+_TABLE = "table.json"
+
+
+class Post(msgspec.Struct, frozen=True, kw_only=True):
+    """What a rank says to the others of its server."""
+
+    schema: int = SCHEMA
+    pid: int
+    boot_id: str
+    start_time: int
+    host: str
+    pid_namespace: str
+    rank: int
+    ranks: int
+    beat: int = 0
+    """counts what was posted"""
+    epoch: int = 0
+    """of the table that this rank serves"""
+    rows: int = 0
+    """learned rows that it serves, those of its start included"""
+    proposals: tuple[Proposal, ...] = ()
+    findings: tuple[Finding, ...] = ()
+    off: str = ""
+    """why it measures no more"""
+    ballot: Ballot | None = None
+    vote: int = 0
+    """the number of the ballot that it is ready for; 0: none"""
+
+    @property
+    def owner(self) -> Owner:
+        return Owner(self.pid, self.boot_id, self.start_time, self.host, self.pid_namespace)
+
+
+def server_name(port: int) -> str:
+    """The same in all ranks of a server and in no other: its schedulers are children of one process, and two servers
+    in one process listen on two ports."""
+    own, parent = this_process(), os.getppid()
+    text = f"{own.boot_id} {own.host} {own.pid_namespace} {parent} {start_time(parent)} {port}"
+    return f"{parent}-{hashlib.sha256(text.encode(errors='replace')).hexdigest()[:12]}"
+
+
+class Board:
+    """One rank's view of the board in ``folder``. One thread at a time; costs file access."""
+
+    def __init__(self, folder: Path, rank: int, ranks: int) -> None:
+        self.folder, self.rank, self.ranks = folder, rank, ranks
+        self._posts: dict[int, tuple[tuple[int, int, int], Post]] = {}
+        self._table: tuple[tuple[int, int, int], Table] | None = None
+        self._heard: dict[int, tuple[tuple[int, int, int] | None, int]] = {}
+        self._written: dict[str, tuple[int, int, int]] = {}
+
+    def write(self, post: Post) -> None:
+        """Raises OSError."""
+        self._write(f"rank-{self.rank}.json", post)
+
+    def write_table(self, table: Table) -> None:
+        """Raises OSError."""
+        self._write(_TABLE, table)
+
+    def write_hearsay(self, hearsay: Hearsay) -> None:
+        """Raises OSError."""
+        self._write(f"trials-{self.rank}.json", hearsay)
+
+    def hearsay(self) -> list[Heard]:
+        """What the other ranks measured that was not read yet."""
+        fresh: list[Heard] = []
+        for rank in range(self.ranks):
+            if rank != self.rank:
+                known, count = self._heard.get(rank, (None, 0))
+                found = self._read(f"trials-{rank}.json", Hearsay, known)
+                if isinstance(found, tuple):
+                    heard = found[1].heard
+                    fresh += heard[count if len(heard) >= count else 0 :]
+                    self._heard[rank] = found[0], len(heard)
+        return fresh
+
+    def lost(self, *, table: bool = False) -> bool:
+        """Is what this rank wrote not there any more, or another's?"""
+        name = _TABLE if table else f"rank-{self.rank}.json"
+        try:
+            return _identity((self.folder / name).stat(follow_symlinks=False)) != self._written.get(name)
+        except OSError:
+            return True
+
+    def posts(self) -> Mapping[int, Post]:
+        """What each rank posted last, this one's own included; a rank that posted nothing usable is left out."""
+        for rank in range(self.ranks):
+            known = self._posts.get(rank)
+            found = self._read(f"rank-{rank}.json", Post, known[0] if known else None)
+            if found is None:
+                self._posts.pop(rank, None)
+            elif isinstance(found, tuple):
+                if found[1].rank == rank and found[1].ranks == self.ranks and found[1].schema <= SCHEMA:
+                    self._posts[rank] = found[0], _usable(found[1])
+                else:
+                    self._posts.pop(rank, None)
+        return {rank: post for rank, (_, post) in self._posts.items()}
+
+    def table(self) -> Table | None:
+        """What rank 0 decided last; None where there is nothing usable."""
+        found = self._read(_TABLE, Table, self._table[0] if self._table else None)
+        if isinstance(found, tuple):
+            table: Table = found[1]
+            good = [row for row in table.rows if problem(row) is None]
+            self._table = (found[0], table) if len(good) == len(table.rows) == len(table.since) else None
+        elif found is None:
+            self._table = None
+        return self._table[1] if self._table else None
+
+    def forget(self) -> None:
+        """Read everything again at the next look."""
+        self._posts, self._table = {}, None
+
+    def _write(self, name: str, value: Any) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        path = self.folder / name
+        temporary = path.with_name(f".{name}.{os.getpid()}.tmp")
+        try:
+            temporary.write_bytes(msgspec.json.encode(value))
+            status = temporary.stat()
+            temporary.replace(path)
+        except OSError:
+            with contextlib.suppress(OSError):
+                temporary.unlink(missing_ok=True)
+            raise
+        self._written[name] = _identity(status)
+
+    def _read(self, name: str, kind: Any, known: tuple[int, int, int] | None) -> Any:
+        """(identity, value), True where it is as ``known``, None where there is none."""
+        path = self.folder / name
+        try:
+            if _identity(path.stat(follow_symlinks=False)) == known:
+                return True
+            found = whole_file.read(path, follow=False)
+            return None if found is None else (_identity(found[1]), msgspec.json.decode(found[0], type=kind))
+        except (OSError, ValueError, RecursionError):
+            return None  # msgspec's errors are ValueErrors
+
+
+def _usable(post: Post) -> Post:
+    """Without proposals that make no sense: the folder may be anybody's to write."""
+    proposals = tuple(p for p in post.proposals if problem(p.record) is None)
+    return msgspec.structs.replace(post, proposals=proposals)
+
+
+def _identity(status: os.stat_result) -> tuple[int, int, int]:
+    return status.st_ino, status.st_mtime_ns, status.st_size
+
+
+def sweep(parent: Path, own: str) -> None:
+    """Remove the boards of servers of this machine whose ranks have all ended. Never raises."""
+    with contextlib.suppress(OSError):
+        for folder in parent.iterdir():
+            if folder.name != own and not folder.is_symlink() and folder.is_dir() and _is_dead(folder):
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+def _is_dead(folder: Path) -> bool:
+    reader, posts = this_process(), []
+    for path in folder.glob("rank-*.json"):
+        try:
+            posts.append(msgspec.json.decode(path.read_bytes(), type=Post))
+        except (OSError, ValueError):
+            return False
+    return bool(posts) and all(presence(post.owner, 0.0, reader) == "gone" for post in posts)

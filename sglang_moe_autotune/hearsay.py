@@ -1,0 +1,29 @@
+"""Hearsay: what a rank measured in its searches, so that no other tries what it found slow. Pure."""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+
+from sglang_moe_autotune.experience import Trial
+from sglang_moe_autotune.shapes import Gemm, KernelConfig, MoeShape  # noqa: TC001 - msgspec reads the annotations
+
+
+class Heard(msgspec.Struct, frozen=True):
+    """The trials of one (shape, M): the gemm, its config, and its time in units of that of SGLang's own config."""
+
+    shape: MoeShape
+    M: int
+    trials: tuple[tuple[Gemm, KernelConfig, float], ...]
+
+    def logs(self) -> dict[Trial, float]:
+        """Log-ratios by trial; what is no ratio is left out."""
+        usable = ((gemm, config, ratio) for gemm, config, ratio in self.trials if 0 < ratio < math.inf)
+        return {Trial(gemm, config): math.log(ratio) for gemm, config, ratio in usable}
+
+
+class Hearsay(msgspec.Struct, frozen=True):
+    """All that a rank measured since its start, in the order in which it did."""
+
+    heard: tuple[Heard, ...] = ()
