@@ -7,7 +7,6 @@ is lost with it is posted again.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import os
 import shutil
 from typing import TYPE_CHECKING, Any
@@ -15,57 +14,17 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from sglang_moe_autotune import whole_file
-from sglang_moe_autotune.accord import Finding, Proposal  # noqa: TC001 - msgspec reads the annotations
 from sglang_moe_autotune.epochs import Table
 from sglang_moe_autotune.hearsay import Heard, Hearsay
-from sglang_moe_autotune.status import Owner, presence, start_time, this_process
+from sglang_moe_autotune.post import SCHEMA, Post, usable
+from sglang_moe_autotune.status import presence, this_process
 from sglang_moe_autotune.validity import problem
-from sglang_moe_autotune.votes import Ballot  # noqa: TC001 - msgspec reads the annotations
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-SCHEMA = 1
 _TABLE = "table.json"
-
-
-class Post(msgspec.Struct, frozen=True, kw_only=True):
-    """What a rank says to the others of its server."""
-
-    schema: int = SCHEMA
-    pid: int
-    boot_id: str
-    start_time: int
-    host: str
-    pid_namespace: str
-    rank: int
-    ranks: int
-    beat: int = 0
-    """counts what was posted"""
-    epoch: int = 0
-    """of the table that this rank serves"""
-    rows: int = 0
-    """learned rows that it serves, those of its start included"""
-    proposals: tuple[Proposal, ...] = ()
-    findings: tuple[Finding, ...] = ()
-    off: str = ""
-    """why it measures no more"""
-    ballot: Ballot | None = None
-    vote: int = 0
-    """the number of the ballot that it is ready for; 0: none"""
-
-    @property
-    def owner(self) -> Owner:
-        return Owner(self.pid, self.boot_id, self.start_time, self.host, self.pid_namespace)
-
-
-def server_name(port: int) -> str:
-    """The same in all ranks of a server and in no other: its schedulers are children of one process, and two servers
-    in one process listen on two ports."""
-    own, parent = this_process(), os.getppid()
-    text = f"{own.boot_id} {own.host} {own.pid_namespace} {parent} {start_time(parent)} {port}"
-    return f"{parent}-{hashlib.sha256(text.encode(errors='replace')).hexdigest()[:12]}"
 
 
 class Board:
@@ -120,7 +79,7 @@ class Board:
                 self._posts.pop(rank, None)
             elif isinstance(found, tuple):
                 if found[1].rank == rank and found[1].ranks == self.ranks and found[1].schema <= SCHEMA:
-                    self._posts[rank] = found[0], _usable(found[1])
+                    self._posts[rank] = found[0], usable(found[1])
                 else:
                     self._posts.pop(rank, None)
         return {rank: post for rank, (_, post) in self._posts.items()}
@@ -164,12 +123,6 @@ class Board:
             return None if found is None else (_identity(found[1]), msgspec.json.decode(found[0], type=kind))
         except (OSError, ValueError, RecursionError):
             return None  # msgspec's errors are ValueErrors
-
-
-def _usable(post: Post) -> Post:
-    """Without proposals that make no sense: the folder may be anybody's to write."""
-    proposals = tuple(p for p in post.proposals if problem(p.record) is None)
-    return msgspec.structs.replace(post, proposals=proposals)
 
 
 def _identity(status: os.stat_result) -> tuple[int, int, int]:

@@ -12,9 +12,10 @@ import msgspec
 
 from sglang_moe_autotune import accord
 from sglang_moe_autotune.accord import Finding, Proposal
-from sglang_moe_autotune.board import Board, Post, server_name, sweep
+from sglang_moe_autotune.board import Board, sweep
 from sglang_moe_autotune.epochs import Table
 from sglang_moe_autotune.hearsay import Hearsay
+from sglang_moe_autotune.post import Post, server_name
 from sglang_moe_autotune.status import this_process
 
 if TYPE_CHECKING:

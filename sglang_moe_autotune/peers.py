@@ -140,7 +140,7 @@ class Peers:
             record = ranks.news.popleft()
             if record.source != "imported":  # a candidate, this rank's own perhaps: nothing is decided by it
                 ranks.decided(record)
-            if record.source in ("pinned", "imported", self._source):
+            if record.source in ("pinned", "imported", self._source) and self._overlay.bits_hold(record):
                 self._tuner.learn(record)
         for _ in range(min(_NEWS_AT_ONCE, len(ranks.heard))):
             heard = ranks.heard.popleft()

@@ -25,7 +25,7 @@ LAYERS: dict[str, Layer] = {
         "pure",
     ),
     **dict.fromkeys(("store", "record_file", "spares", "lock_file", "whole_file", "settings", "status"), "disk"),
-    **dict.fromkeys(("leases", "board", "council", "ranks"), "disk"),
+    **dict.fromkeys(("leases", "post", "board", "council", "ranks"), "disk"),
     **dict.fromkeys(
         (
             "benchmark", "compiler", "compile_child", "launch", "layers", "releases", "correctness", "plugin",

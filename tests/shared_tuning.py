@@ -80,7 +80,12 @@ class SharedRank:
             agenda=self.agenda,
             tried=self.tried,
         )
-        overlay = SimpleNamespace(lookup=self.lookup, shape_of=lambda _: recorded.shape, may_serve=lambda _: True)
+        overlay = SimpleNamespace(
+            lookup=self.lookup,
+            shape_of=lambda _: recorded.shape,
+            may_serve=lambda _: True,
+            bits_hold=lambda _: True,
+        )
         device = SimpleNamespace(provider=self.provider, source="learned")
         self.votes = Votes()
         self.peers = Peers(

@@ -10,8 +10,9 @@ from record_values import pair, record
 
 from sglang_moe_autotune import accord
 from sglang_moe_autotune.accord import Finding, propose
-from sglang_moe_autotune.board import Board, Post, server_name, sweep
+from sglang_moe_autotune.board import Board, sweep
 from sglang_moe_autotune.council import Council, Place, Present
+from sglang_moe_autotune.post import Post, server_name
 from sglang_moe_autotune.status import this_process
 
 if TYPE_CHECKING:
