@@ -94,6 +94,8 @@ class Ranks:
                 self._foreign = self._council.foreign
                 # Rows of the store are served from the start on; the ranks measure them when there is time.
                 self._known = {key: r for key, r in self._known.items() if r.source != source or place.rank != 0}
+        if place.ranks > 1 and self._council is None:
+            self.waits = ("there is no folder that the ranks could share: nothing new is served",)
 
     # -- the serving thread ----------------------------------------------------------------------------------------
 

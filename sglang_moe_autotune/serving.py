@@ -83,6 +83,8 @@ class Serving:
         self._attached = False
         self._faults = 0
         self._added = 0
+        self._idled = False
+        """was the last thing this loop did a pass in deep idle?"""
         self._notes = ShapeNotes(self._submit_note)
         self._captured: Any = {}
         self._trials: TrialLog | None = None
@@ -98,6 +100,7 @@ class Serving:
             self.lookup.miss(key, M, answer)
 
     def batch(self, scheduler: Any, batch: Any) -> None:
+        self._idled = False
         if releases.is_filler(batch):
             self._last_request_s = time.monotonic()  # another rank is not idle, so this one is not
         if (found := releases.batch_tokens(scheduler, batch)) is not None:
@@ -115,9 +118,11 @@ class Serving:
             self.peers.requests(requests)
 
     def announce(self) -> list[Any] | None:
-        """Where requests are received and there are none: the start of a re-capture, if all ranks are ready."""
-        votes = self.peers.ranks.votes if self.peers is not None else {}
-        message = self.votes.announcement(votes)
+        """Where requests are received and there are none: the start of a re-capture, if all ranks are ready and
+        no batch ran since the last idle pass. Ranks run the same batches, so none has one under way then."""
+        if self.peers is None or not self._idled:
+            return None
+        message = self.votes.announcement(self.peers.ranks.votes)
         return None if message is None else [releases.announcement(message)]
 
     def stop(self, reason: str) -> None:
@@ -160,6 +165,7 @@ class Serving:
         if quiet_s < self.settings.grace_s:
             self.state = "busy"
             return False
+        self._idled = quiet_s >= self.settings.deep_idle_s
         began_s = time.perf_counter()
         if self._take_news(now):
             self._observe(began_s)

@@ -727,9 +727,14 @@ def announce() -> dict[str, object]:
     untouched = [plugin.on_receive(found) for found in (None, [], [object()])]
     votes.ask([64, 8])
     votes.consider(votes.ballot, Graphs())
-    busy = plugin.on_receive([object()]), plugin.on_receive(None)
+    given.serving.peers, peers = SimpleNamespace(ranks=SimpleNamespace(votes={})), given.serving.peers
+    given.serving._idled = False
+    running = plugin.on_receive([])  # a batch ran since the last idle pass
+    given.serving._idled = True
+    busy = plugin.on_receive([object()]), plugin.on_receive(None), running
     (request,) = plugin.on_receive([])
     told = {"untouched": untouched, "busy": busy, "rid": request.rid, "again": plugin.on_receive([])}
+    given.serving.peers = peers
     told["type"] = type(request) is AbortReq
     told["read"] = releases.announced([object(), request, AbortReq(rid="a user's")])
     told["sizes"] = votes.start(request.rid)
@@ -754,7 +759,7 @@ def test_a_start_of_a_recapture_travels_as_a_request_that_does_nothing_where_it_
 ) -> None:
     told = prepared.run(announce)
     assert told["untouched"] == [None] * 3
-    assert told["busy"] == [None, None]
+    assert told["busy"] == [None] * 3
     assert told["rid"] == "SGLANG_MOE_AUTOTUNE_RECAPTURE:1:8,64"
     assert told["again"] is None
     assert told["type"]
