@@ -195,7 +195,7 @@ class Rank:
             return None
         now = time.monotonic()
         quiet_since = quiet_since or now
-        if not plan.plugin or self._settled() or now - quiet_since > QUIET_S:
+        if not plan.plugin or self._settled() or now - quiet_since > (2.0 if plan.private else QUIET_S):
             self.queue.append(Stop())
             return quiet_since
         time.sleep(0.002)  # nothing but idle passes are left, and the machine has few cores

@@ -732,8 +732,9 @@ def announce() -> dict[str, object]:
     running = plugin.on_receive([])  # a batch ran since the last idle pass
     given.serving._idled = True
     busy = plugin.on_receive([object()]), plugin.on_receive(None), running
+    number = votes.ballot.number
     (request,) = plugin.on_receive([])
-    told = {"untouched": untouched, "busy": busy, "rid": request.rid, "again": plugin.on_receive([])}
+    told = {"number": number, "untouched": untouched, "busy": busy, "rid": request.rid, "again": plugin.on_receive([])}
     given.serving.peers = peers
     told["type"] = type(request) is AbortReq
     told["read"] = releases.announced([object(), request, AbortReq(rid="a user's")])
@@ -760,7 +761,7 @@ def test_a_start_of_a_recapture_travels_as_a_request_that_does_nothing_where_it_
     told = prepared.run(announce)
     assert told["untouched"] == [None] * 3
     assert told["busy"] == [None] * 3
-    assert told["rid"] == "SGLANG_MOE_AUTOTUNE_RECAPTURE:1:8,64"
+    assert told["rid"] == f"SGLANG_MOE_AUTOTUNE_RECAPTURE:{told['number']}:8,64"
     assert told["again"] is None
     assert told["type"]
     assert told["read"] == [told["rid"]]
