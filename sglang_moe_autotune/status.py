@@ -283,6 +283,7 @@ def differences(servers: tuple[Server, ...]) -> tuple[Difference, ...]:
             values = tuple((f"pid {live.pid} on {live.host}", str(getattr(live, field))) for live in lives)
             if len({value for _, value in values}) > 1:
                 found.append(Difference(field, values))
-        if waits := tuple((f"pid {live.pid} on {live.host}", why) for live in lives for why in live.waits):
+        waits = tuple((f"pid {live.pid} on {live.host}", "; ".join(live.waits)) for live in lives if live.waits)
+        if waits:
             found.append(Difference("ranks", waits))
     return tuple(found)
