@@ -123,8 +123,8 @@ class Rank:
             ),
             ps=SimpleNamespace(tp_rank=self.rank),
             _engine_paused=False,
-            profiler_manager=None,
-            offload_tags=set(),
+            profiler_manager=SimpleNamespace(profile_in_progress=False),
+            weight_updater=SimpleNamespace(offload_tags=set(), _session=None),
             idle_sleeper=None,
             session_controller=SimpleNamespace(maybe_reap=lambda _: None),
             is_fully_idle=lambda **_: True,
@@ -189,6 +189,7 @@ class Rank:
         plan = self.plan
         over = passes >= plan.passes and (self._epoch() >= plan.epochs or not plan.plugin or plan.private)
         over = over and (self.serving is None or self.serving.state == "idle" or plan.private)
+        over = over or (self.serving is not None and self.serving.state == "off")  # a fault: the report says which
         if not over and self.random.random() < 0.01:
             self.queue.append(Work(self.random.randrange(1, 30), self.random.randrange(1, 2000)))
         if not over:

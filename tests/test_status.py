@@ -251,3 +251,14 @@ def test_the_shell_libraries_are_not_needed() -> None:
         "import sglang_moe_autotune.status"
     )
     assert subprocess.run([sys.executable, "-c", code], env=dict(os.environ), check=False).returncode == 0
+
+
+def test_what_ranks_wait_for_is_said_beside_what_differs(tmp_path: Path) -> None:
+    owners = [status.this_process()._replace(boot_id=f"boot-{rank}", host=f"host-{rank}") for rank in range(2)]
+    for rank, owner in enumerate(owners):
+        waits = ("rank 1 serves epoch 2 of 3", "rank 1 has said nothing for 20 s") if rank == 0 else ()
+        assert status.write(tmp_path, live(owner, rank=rank, ranks=2, epoch=3 - rank, waits=waits))
+    found = {d.field: dict(d.values) for d in status.differences(status.read(tmp_path, NOW + 1).servers)}
+    assert sorted(found["epoch"].values()) == ["2", "3"]
+    (told,) = found["ranks"].values()
+    assert told == "rank 1 serves epoch 2 of 3; rank 1 has said nothing for 20 s"
