@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 COLOURS = {
     "search": "#1b6ca8", "search, own files": "#6baed6", "prior alone": "#8c6d31", "random": "#999999",
@@ -13,10 +15,10 @@ COLOURS = {
 
 def draw(found: dict[str, Any], path: Path) -> None:
     """One row a landscape. Logarithmic: what matters is whether the last per cent is reached."""
-    import matplotlib as mpl
+    import matplotlib as mpl  # noqa: PLC0415 - an extra
 
     mpl.use("Agg")
-    from matplotlib import pyplot as plt
+    from matplotlib import pyplot as plt  # noqa: PLC0415 - after the backend
 
     landscapes, about = found["landscapes"], found["about"]
     figure, rows = plt.subplots(len(landscapes), 2, figsize=(11, 3.2 * len(landscapes)), squeeze=False, sharey="row")

@@ -19,6 +19,8 @@ from sglang_moe_autotune.search_space import AXES, full_space, tiles
 from sglang_moe_autotune.shapes import GEMMS, ConfigPair, Gemm, KernelConfig
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from sglang_moe_autotune.landscape import Landscape
     from sglang_moe_autotune.noise import NoiseModel
     from sglang_moe_autotune.prior import Prior
@@ -44,7 +46,7 @@ class Field:
 
     def __init__(self, landscape: Landscape, seed: int, percent: float, model: NoiseModel) -> None:
         self.landscape, self.gpu_s, self.compiled = landscape, 0.0, 0
-        self._noise = noise.make(model, percent / 100, random.Random(seed))
+        self._noise = noise.make(model, percent / 100, random.Random(seed))  # noqa: S311 - no secrets
         self._least: dict[tuple[int, Gemm, int], tuple[float, KernelConfig]] = {}
         """by M, GEMM and BLOCK_SIZE_M the fastest by measurement, as a share of the baseline pair's time"""
         self._lead: dict[tuple[int, Gemm], float] = {}
@@ -123,7 +125,8 @@ def run(rival: Rival, field: Field, compiled: int, gpu_s: float) -> list[Point]:
 
 def by_chance(landscape: Landscape, seed: int) -> Rival:
     """Uniform over the candidates, none twice."""
-    return Rival(iter(random.Random(seed).sample(landscape.candidates, len(landscape.candidates))))
+    drawn = random.Random(seed).sample(landscape.candidates, len(landscape.candidates))  # noqa: S311 - no secrets
+    return Rival(iter(drawn))
 
 
 def plain_grid(landscape: Landscape, compiled: int, seed: int) -> Rival:
@@ -140,9 +143,9 @@ def prior_alone(landscape: Landscape, prior: Prior) -> Rival:
     return Rival(iter(dict.fromkeys(c for place in zip_longest(*orders) for c in place if c is not None)))
 
 
-def tpe(landscape: Landscape, seed: int, first: Iterator[KernelConfig] = iter(())) -> Rival:
+def tpe(landscape: Landscape, seed: int, first: Sequence[KernelConfig] = ()) -> Rival:
     """Optuna's TPE: a study an M, asked in turn, each told of all configs. ``first`` are tried before it is asked."""
-    import optuna
+    import optuna  # noqa: PLC0415 - an extra
 
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     space = set(landscape.candidates)
@@ -162,7 +165,7 @@ def tpe(landscape: Landscape, seed: int, first: Iterator[KernelConfig] = iter(()
 
     def configs() -> Iterator[KernelConfig]:
         yield from first
-        spare = random.Random(seed)
+        spare = random.Random(seed)  # noqa: S311 - no secrets
         while len(told) < len(space):
             for study in studies.values():
                 for _ in range(8):

@@ -22,6 +22,7 @@ import random
 import sys
 import time
 from importlib.util import find_spec
+from itertools import islice
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -91,7 +92,7 @@ def ours(landscape: Landscape, seed: int, prior: Prior, options: argparse.Namesp
         trace.append(Point(len(provider.compiled), provider.gpu_s, dict(pairs)))
 
     order = list(landscape.ms)
-    random.Random(seed).shuffle(order)
+    random.Random(seed).shuffle(order)  # noqa: S311 - no secrets
     result = simulate(
         landscape, seed, options.noise, noise_model=options.noise_model, prior=prior, order=order, learned=learned,
         options=TunerOptions(seed=seed, source="replayed"),
@@ -177,7 +178,7 @@ def between(landscape: Landscape, ms: Iterable[int]) -> Landscape:
 def bench(landscape: Landscape, files: tuple[Any, ...], options: argparse.Namespace) -> dict[str, Any]:
     own = (landscape.shape.E, landscape.shape.N)
     priors = {
-        "search": Prior([f for f in files if (f.E, f.N) != own], landscape.device_name),
+        "search": Prior([f for f in files if own != (f.E, f.N)], landscape.device_name),
         "search, own files": Prior(files, landscape.device_name),
         "search, no files": Prior(device_name=landscape.device_name),
     }
@@ -190,13 +191,13 @@ def bench(landscape: Landscape, files: tuple[Any, ...], options: argparse.Namesp
             _, gpu_s, _ = runs["search"][-1].trace[-1]
             compiled = runs["search"][-1].trace[-1].compiled
             alone = rivals.prior_alone(landscape, priors["search"])
-            seeded = rivals.tpe(landscape, seed, iter(list(rivals.prior_alone(landscape, priors["search"]).configs)[:20]))
+            first = list(islice(rivals.prior_alone(landscape, priors["search"]).configs, 20))
             for name, rival in (
                 ("random", rivals.by_chance(landscape, seed)),
                 ("grid", rivals.plain_grid(landscape, compiled, seed)),
                 ("prior alone", alone),
                 ("TPE", rivals.tpe(landscape, seed)),
-                ("TPE after 20 of the prior", seeded),
+                ("TPE after 20 of the prior", rivals.tpe(landscape, seed, first)),
             ):
                 field = rivals.Field(landscape, seed, options.noise, options.noise_model)
                 runs.setdefault(name, []).append(theirs(landscape, rivals.run(rival, field, compiled, gpu_s)))
@@ -243,14 +244,14 @@ def main() -> int:
         parser.error(f"{' and '.join(missing)} missing: pip install {' '.join(missing)}, or give --no-rivals")
     files = find_files(options.configs) if options.configs else installed_files()
     if not files:
-        print("no config files of SGLang found: the prior is empty (install sglang, or give --configs)", file=sys.stderr)
+        print("no config files of SGLang: install sglang, or give --configs; the prior is empty now", file=sys.stderr)
     results = {}
     for path in options.landscapes:
         landscape = load(path)
         results[landscape.shape.slug] = bench(landscape, files, options)
     print(table(results))
     if options.rivals:
-        import bench_plot
+        import bench_plot  # noqa: PLC0415 - draws with an extra
 
         options.out.mkdir(parents=True, exist_ok=True)
         about = {

@@ -34,7 +34,7 @@ class Deferral(msgspec.Struct, frozen=True):
 class Entry:
     """What is kept of one (shape, M)."""
 
-    __slots__ = ("M", "baseline", "faults", "gpu_s", "long", "looks", "ordered", "record", "shape", "state")
+    __slots__ = ("M", "barren", "baseline", "faults", "gpu_s", "long", "looks", "record", "shape", "state")
 
     def __init__(self, shape: MoeShape, M: int, baseline: ConfigPair) -> None:  # noqa: N803
         self.shape, self.M, self.baseline = shape, M, baseline
@@ -47,8 +47,8 @@ class Entry:
         """learned here, not one from the store"""
         self.looks = 0
         """searches that ended"""
-        self.ordered = 0
-        """configs that the shape had when the last one did"""
+        self.barren = False
+        """the last one found nothing better than what this M had"""
 
     @property
     def key(self) -> Key:
@@ -113,6 +113,10 @@ class Agenda:
         for other in self.entries.values():
             other.long = other.long or (other.shape == entry.shape and other.M >= entry.M)
 
+    def of(self, shape: MoeShape) -> list[Entry]:
+        """All M of a shape."""
+        return [entry for entry in self.entries.values() if entry.shape == shape]
+
     def queued(self) -> list[Entry]:
         """What has no answer yet, the hottest first, equals in the order of arrival."""
         return sorted((e for e in self.entries.values() if e.state == "queued"), key=self._order)
@@ -124,6 +128,11 @@ class Agenda:
     def resting(self, now_s: float, *, deep_idle: bool) -> bool:
         """True while ``next_entry`` would find nothing; costs one comparison."""
         return now_s < self._rest_until_s[deep_idle]
+
+    @property
+    def asking(self) -> bool:
+        """Did ``next_entry`` leave settled M unasked?"""
+        return self._asked > 0
 
     def wake(self) -> None:
         self._rest_until_s = {False: 0.0, True: 0.0}

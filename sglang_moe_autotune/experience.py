@@ -16,6 +16,10 @@ if TYPE_CHECKING:
 
 
 _RECENT: Final = 64
+_GAIN_PER_OCTAVE: Final = 0.25
+"""how much nearer to the best a config may come from one M to another, in log time"""
+_HOPELESS: Final = 0.03
+"""a lag that even with that is not worth a measurement"""
 
 
 class Trial(NamedTuple):
@@ -63,6 +67,8 @@ class Experience:
         self.failed: dict[Trial, str] = {}
         self.chosen: dict[int, ConfigPair] = {}
         """by M what is served there, the baseline included"""
+        self._lags: dict[int, dict[KernelConfig, float]] = {}
+        """by M, for those whose search ended, what each config lagged or could be thought to"""
 
     def at(self, M: int, reference: ConfigPair) -> dict[Trial, Measurement]:  # noqa: N803
         """The measurements of one M as ratios to ``reference``, to add to.
@@ -107,38 +113,36 @@ class Experience:
         """Configs that some M is served with."""
         return frozenset(c for pair in self.chosen.values() for c in (pair.up, pair.down))
 
-    def untried_winners(self, M: int) -> frozenset[KernelConfig]:  # noqa: N803
-        """Winners of the two nearest M that were not measured at this one."""
-        near = [self.chosen[m] for m in self.nearest(M)[:2] if m in self.chosen]
-        rows = self.measured.get(M, {})
-        return frozenset(
+    def conclude(self, M: int, lags: dict[KernelConfig, float]) -> None:  # noqa: N803
+        """Note at the end of a search how far each config that was measured is behind the best, in log time."""
+        self._lags[M] = {**self.hopes(M), **lags}
+
+    def hopes(self, M: int) -> dict[KernelConfig, float]:  # noqa: N803
+        """The least lag, in log time, that each config can be thought to have here by the nearest M that knows it."""
+        found: dict[KernelConfig, float] = {}
+        for m in self.nearest(M):
+            if m in self._lags:
+                gained = _GAIN_PER_OCTAVE * octaves(m, M)
+                found = {**{config: lag - gained for config, lag in self._lags[m].items()}, **found}
+                if len(found) >= len(self.ordered):
+                    break
+        return found
+
+    def promising(self, M: int) -> list[KernelConfig]:  # noqa: N803
+        """What was compiled for other M, is not tried here, and may come near the best; the most hopeful first."""
+        rows, hopes = self.measured.get(M, {}), self.hopes(M)
+        found = [
             config
-            for pair in near
-            for gemm in GEMMS
-            if (config := pair.of(gemm)) in self.ordered
-            and (trial := Trial(gemm, config)) not in rows
-            and trial not in self.failed
-        )
+            for config in self.ordered
+            if hopes.get(config, 0.0) < _HOPELESS
+            and any((t := Trial(gemm, config)) not in rows and t not in self.failed for gemm in GEMMS)
+        ]
+        return sorted(found, key=lambda config: hopes.get(config, 0.0))
 
     def nearest(self, M: int) -> list[int]:  # noqa: N803
         """Other M with a winner or measurements, the nearest first."""
         known = {m for m, rows in self.measured.items() if rows} | set(self.chosen)
         return sorted(known - {M}, key=lambda m: (octaves(m, M), m))
-
-    def lags(self, M: int, within: int = 3) -> dict[KernelConfig, float]:  # noqa: N803
-        """How far each config was behind the best of its GEMM at the nearest M that tried it, in log time.
-
-        The better of its two GEMMs counts. Only the ``within`` nearest M are asked.
-        """
-        found: dict[KernelConfig, float] = {}
-        for m in self.nearest(M)[:within]:
-            rows = [(trial, row.centre) for trial, row in self.measured.get(m, {}).items() if row.logs]
-            least = {gemm: min((c for t, c in rows if t.gemm == gemm), default=0.0) for gemm in GEMMS}
-            here: dict[KernelConfig, float] = {}
-            for (gemm, config), centre in rows:
-                here[config] = min(centre - least[gemm], here.get(config, math.inf))
-            found = here | found
-        return found
 
 
 def octaves(a: int, b: int) -> float:

@@ -21,9 +21,9 @@ SLICE_US: Final = 500.0
 class ReplayProvider:
     """Opens benches on a landscape. Deterministic for a seed and a sequence of calls.
 
-    noise_percent: the standard deviation of one launch. noise_model: what else a device adds. compile_s: of one config, one after the other; without it
-    a binary is ready when it was asked for ``polls`` times. clock: real time for demonstrations; without one, time
-    is virtual: it moves by the simulated launches and by ``wait``.
+    noise_percent: the standard deviation of one launch. noise_model: what else a device adds. compile_s: of one
+    config, one after the other; without it a binary is ready when it was asked for ``polls`` times. clock: real time
+    for demonstrations; without one, time is virtual: it moves by the simulated launches and by ``wait``.
     """
 
     def __init__(

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 import msgspec
 
-from sglang_moe_autotune.experience import Experience, Measurement, Trial, octaves
+from sglang_moe_autotune.experience import Experience, Measurement, Trial
 from sglang_moe_autotune.search_space import AXES, filled, neighbours
 from sglang_moe_autotune.shapes import GEMMS, ConfigPair, Gemm, KernelConfig, MoeShape
 
@@ -31,6 +31,10 @@ class SearchOptions(msgspec.Struct, frozen=True):
 
     compiled_per_shape: int = 80
     """distinct configs of a shape, over all M: compiles are the cost that users feel"""
+    first_configs: int = 20
+    """of them: with these all M of the shape shall have a first answer"""
+    looks: int = 6
+    """searches of an M at most"""
     patience: int = 2
     """rounds of neighbours without progress after which a search ends"""
     progress: float = 0.003
@@ -52,7 +56,6 @@ class SearchOptions(msgspec.Struct, frozen=True):
 
 
 _PRIOR_SIGMA: Final = 0.03  # of one paired sample, until enough were seen to tell
-_HOPELESS: Final = math.log(1.35)  # lag at a neighbouring M beyond which a config is not measured at this one
 _PER_RANK: Final = 0.0005  # what a place in the prior's order is worth, in log time
 _OTHER: Final[dict[Gemm, Gemm]] = {"up": "down", "down": "up"}
 
@@ -77,8 +80,10 @@ class Search:
         options: SearchOptions | None = None,
         *,
         allowance: int,
+        quick: bool = False,
     ) -> None:
-        """allowance: new configs that this search may compile; twice that while it makes progress."""
+        """allowance: new configs that this search may compile; twice that while it makes progress. quick: take
+        them from the prior alone, and look at no neighbours."""
         self.shape, self.M, self.baseline = shape, M, baseline
         self.experience = experience
         self.options = options or SearchOptions()
@@ -90,7 +95,7 @@ class Search:
         self._race: dict[Trial, None] = {}
         self._target = 0
         self._promise: dict[KernelConfig, int] = {}
-        self._allowance = allowance
+        self._allowance, self._quick = allowance, quick
         self._left = max(0, self.options.compiled_per_shape - len(experience.ordered))
         self._compiled = 0
         self._plan = self._stages()
@@ -171,12 +176,14 @@ class Search:
                 yield []
             before, best = best, min(best, _best(_least_by_tile(self._costs())))
             fruitless = 0 if best < before * (1 - self.options.progress) else fruitless + 1
-            fresh = self._fresh_neighbours(progress=not fruitless) if fruitless < self.options.patience else []
+            again = not self._quick and fruitless < self.options.patience
+            fresh = self._fresh_neighbours(progress=not fruitless) if again else []
         for target, finalists in zip(self.options.final_stages, self.options.finalists, strict=True):
             self._race = dict.fromkeys(self._finalists(finalists))
             self._cut()
             affordable = self.options.final_s * 1e6 / max(1.0, self.baseline_us * len(self._race))
             yield self._wanted(min(target, max(self.options.stages[-1], int(affordable))))
+        self.experience.conclude(self.M, self._lags())
 
     def _wanted(self, target: int) -> list[Trial]:
         self._target = target
@@ -212,6 +219,16 @@ class Search:
                     keep[gemm][trial] = None
         return [*keep["up"], *keep["down"]]
 
+    def _lags(self) -> dict[KernelConfig, float]:
+        """How far the best pair with each config is behind the best of all, in log time."""
+        costs = self._costs()
+        least = _least_by_tile(costs)
+        best, lags = _best(least), dict[KernelConfig, float]()
+        for (gemm, config), cost in costs.items():
+            lag = math.log((cost + least[config.BLOCK_SIZE_M][_OTHER[gemm]]) / best)
+            lags[config] = min(lag, lags.get(config, math.inf))
+        return lags
+
     # -- what to try -----------------------------------------------------------------------------------------------
 
     def _field(self) -> list[KernelConfig]:
@@ -220,17 +237,17 @@ class Search:
         field = dict.fromkeys(
             c for m in nearest[:8] if (p := self.experience.chosen.get(m)) for c in (p.up, p.down) if self._may_try(c)
         )
-        reach = _HOPELESS * (1 + (octaves(nearest[0], self.M) if nearest else 0.0) / 2)
-        lags = self.experience.lags(self.M)
-        field |= dict.fromkeys(c for c in self.experience.ordered if lags.get(c, 0.0) < reach and self._may_try(c))
+        known = {trial.config for trial in self._rows}
+        field |= dict.fromkeys(c for c in self.experience.promising(self.M) if self._may_try(c))
+        field |= dict.fromkeys(c for c in known if c in self.experience.ordered and self._may_try(c))
         new = [c for c in self._promise if c not in field and c not in self.experience.ordered and self._may_try(c)]
-        part = math.ceil(self._allowance / (2 if nearest else 1.5))
+        part = self._allowance if self._quick else math.ceil(self._allowance / 2)
         return [*field, *new[: min(part, self._left)]]
 
     def _fresh_neighbours(self, *, progress: bool) -> list[KernelConfig]:
         """New configs one step from the leaders, the most promising first, as many as this round may compile."""
         most = self._allowance * 2 if progress else self._allowance
-        size = min(math.ceil(self._allowance / 4), most - self._compiled, self._left)
+        size = min(max(2, math.ceil(self._allowance / 4)), most - self._compiled, self._left)
         if size <= 0:
             return []
         costs = self._costs()

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 LANDSCAPE = synthetic.landscape(ms=(3, 12, 24, 512), ruggedness=0.02)  # C34: M of speculative decoding, too
 SHAPE = LANDSCAPE.shape
 FEW = SearchOptions(compiled_per_shape=12)
+ONE_LOOK = TunerOptions(search=SearchOptions(looks=1))
 CALLS = ("prepare", "readiness", "measure", "compare", "adopt", "close")
 
 
@@ -115,7 +116,7 @@ def last(records: list[Record]) -> dict[int, Record]:
 def test_what_was_tried_is_told_once_for_each_m_that_is_settled() -> None:
     told: list[tuple[int, list[Tried]]] = []
     bed = Bed(
-        options=TunerOptions(search=FEW, source="replayed", looks=1),
+        options=TunerOptions(search=SearchOptions(compiled_per_shape=12, looks=1), source="replayed"),
         tried=lambda shape, m, rows: told.append((m, list(rows))),
     ).add(3, 12, 24, 512)
     records = last(bed.finish())
@@ -130,7 +131,7 @@ def test_what_was_tried_is_told_once_for_each_m_that_is_settled() -> None:
 def test_ratios_are_to_sglangs_own_config_after_a_second_look_too() -> None:
     told: dict[int, list[list[Tried]]] = {}
     bed = Bed(
-        options=TunerOptions(search=FEW, source="replayed", looks=4, worth_a_look=1),
+        options=TunerOptions(search=FEW, source="replayed"),
         tried=lambda shape, m, rows: told.setdefault(m, []).append(list(rows)),
     ).add(3, 12, 24, 512)
     bed.finish()
@@ -290,7 +291,7 @@ def test_records_state_the_truth_within_their_bounds() -> None:
 
 
 def test_c19_a_pair_with_another_output_is_refused_and_the_next_one_is_taken() -> None:
-    once = TunerOptions(search=FEW, looks=1)
+    once = TunerOptions(search=SearchOptions(compiled_per_shape=12, looks=1))
     chosen = last(Bed(options=once).add(512).finish())[512].pair
     bad: list[ConfigPair] = []
 
@@ -357,7 +358,7 @@ def test_a_bench_that_never_measures_puts_its_m_off_and_decides_nothing() -> Non
 
 
 def test_a_second_look_finds_what_other_m_found_and_adds_up_the_gains() -> None:
-    one = last(Bed(options=TunerOptions(looks=1)).add(512, 12, 24, 3).finish())
+    one = last(Bed(options=ONE_LOOK).add(512, 12, 24, 3).finish())
     records = Bed(options=TunerOptions()).add(512, 12, 24, 3).finish()
     again = [record for record in records if record != next(r for r in records if r.M == record.M)]
     assert again
@@ -452,7 +453,7 @@ def test_a_sink_that_fails_loses_nothing() -> None:
 
 
 def test_abandoning_closes_at_once_and_what_was_measured_is_not_measured_again() -> None:
-    once = TunerOptions(search=FEW, looks=1)
+    once = TunerOptions(search=SearchOptions(compiled_per_shape=12, looks=1))
     bed, whole = Bed(options=once).add(512), Bed(options=once).add(512)
     whole.finish()
     for _ in range(whole.provider.calls.index("compare")):
