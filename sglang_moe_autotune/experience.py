@@ -109,9 +109,9 @@ class Experience:
         if record.verdict == "faster":
             self.ordered |= dict.fromkeys(c for c in (record.pair.up, record.pair.down) if c in self.space)
 
-    def winners(self) -> frozenset[KernelConfig]:
-        """Configs that some M is served with."""
-        return frozenset(c for pair in self.chosen.values() for c in (pair.up, pair.down))
+    def winners(self, but: int) -> frozenset[KernelConfig]:
+        """Configs that some other M is served with."""
+        return frozenset(c for m, pair in self.chosen.items() if m != but for c in (pair.up, pair.down))
 
     def conclude(self, M: int, lags: dict[KernelConfig, float]) -> None:  # noqa: N803
         """Note at the end of a search how far each config that was measured is behind the best, in log time."""

@@ -45,6 +45,8 @@ def allowance(entry: Entry, peers: Sequence[Entry], experience: Experience, opti
         distance = _NEW_PER_OCTAVE * octaves(nearest[0], entry.M) if nearest else _MOST_FOR_DISTANCE
         answered = sum(e.looks > 0 for e in peers)
         due = math.ceil(options.first_configs * (answered + 1) / len(peers)) - ordered
+        if answered + 1 < len(peers):
+            left = min(left, max(0, options.first_configs - ordered))
         return min(left, max(due, round(min(_MOST_FOR_DISTANCE, distance))))
     if entry.barren:
         return 0

@@ -51,8 +51,10 @@ class SearchOptions(msgspec.Struct, frozen=True):
     cut_sigmas: float = 2.0
     seed: int = 0
     """the order in which equals are tried"""
-    tie: float = 0.002
+    tie: float = 0.003
     """a config that no other M uses must be better than one in use by this fraction of its time"""
+    few_winners: int = 4
+    """with each config in use beyond these the tie grows by half"""
 
 
 _PRIOR_SIGMA: Final = 0.03  # of one paired sample, until enough were seen to tell
@@ -134,7 +136,8 @@ class Search:
 
         Within ``tie`` a config that serves another M goes first: distinct winners cost compiles at every start.
         """
-        costs, winners = self._costs(), self.experience.winners()
+        costs, winners = self._costs(), self.experience.winners(but=self.M)
+        tie = self.options.tie * (1 + max(0, len(winners) - self.options.few_winners) / 2)
         by_tile: dict[int, dict[Gemm, list[KernelConfig]]] = {}
         for trial in sorted(costs, key=costs.__getitem__):
             by_tile.setdefault(trial.config.BLOCK_SIZE_M, {gemm: [] for gemm in GEMMS})[trial.gemm].append(trial.config)
@@ -145,7 +148,7 @@ class Search:
         for pair in pairs - {self.baseline}:
             relative = costs[Trial("up", pair.up)] + costs[Trial("down", pair.down)]
             new = len({pair.up, pair.down} - winners - {self.baseline.up, self.baseline.down})
-            found[Ranked(pair, relative)] = relative * (1 + self.options.tie * new / 2)
+            found[Ranked(pair, relative)] = relative * (1 + tie * new / 2)
         return sorted(found, key=lambda r: (found[r], str(r.pair)))[:count]
 
     @property
