@@ -40,8 +40,9 @@ import bench_rivals as rivals
 from bench_rivals import Point
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
+    from sglang_moe_autotune.prior import ConfigFile
     from sglang_moe_autotune.records import Record
     from sglang_moe_autotune.replay import ReplayProvider
     from sglang_moe_autotune.shapes import ConfigPair
@@ -81,7 +82,8 @@ def p95(values: Iterable[float]) -> float:
     return ordered[max(0, math.ceil(0.95 * len(ordered)) - 1)]
 
 
-def ours(landscape: Landscape, seed: int, prior: Prior, options: argparse.Namespace) -> Run:
+def ours(landscape: Landscape, seed: int, files: Sequence[ConfigFile], options: argparse.Namespace) -> Run:
+    prior = Prior(files, landscape.device_name)  # a new one: it learns while it is used
     pairs = {M: b.pair for M, b in landscape.baselines.items()}
     trace = [Point(0, 0.0, dict(pairs))]
     faster: set[int] = set()
@@ -175,23 +177,24 @@ def between(landscape: Landscape, ms: Iterable[int]) -> Landscape:
     return msgspec.structs.replace(landscape, up_us=tables["up"], down_us=tables["down"], baselines=baselines)
 
 
-def bench(landscape: Landscape, files: tuple[Any, ...], options: argparse.Namespace) -> dict[str, Any]:
+def bench(landscape: Landscape, files: Sequence[ConfigFile], options: argparse.Namespace) -> dict[str, Any]:
     own = (landscape.shape.E, landscape.shape.N)
-    priors = {
-        "search": Prior([f for f in files if own != (f.E, f.N)], landscape.device_name),
-        "search, own files": Prior(files, landscape.device_name),
-        "search, no files": Prior(device_name=landscape.device_name),
+    priors: dict[str, Sequence[ConfigFile]] = {
+        "search": [f for f in files if own != (f.E, f.N)],
+        "search, own files": files,
+        "search, no files": [],
     }
     runs: dict[str, list[Run]] = {}
     for seed in range(options.seeds):
         begun = time.perf_counter()
-        for name, prior in priors.items():
-            runs.setdefault(name, []).append(ours(landscape, seed, prior, options))
+        for name, its_files in priors.items():
+            runs.setdefault(name, []).append(ours(landscape, seed, its_files, options))
         if options.rivals:
             _, gpu_s, _ = runs["search"][-1].trace[-1]
             compiled = runs["search"][-1].trace[-1].compiled
-            alone = rivals.prior_alone(landscape, priors["search"])
-            first = list(islice(rivals.prior_alone(landscape, priors["search"]).configs, 20))
+            left_out = Prior(priors["search"], landscape.device_name)
+            alone = rivals.prior_alone(landscape, left_out)
+            first = list(islice(rivals.prior_alone(landscape, left_out).configs, 20))
             for name, rival in (
                 ("random", rivals.by_chance(landscape, seed)),
                 ("grid", rivals.plain_grid(landscape, compiled, seed)),

@@ -17,7 +17,7 @@ from sglang_moe_autotune.overlay import Overlay
 from sglang_moe_autotune.prior import Prior, find_files
 from sglang_moe_autotune.settings import Settings, cache_root
 from sglang_moe_autotune.shape_notes import ShapeNotes
-from sglang_moe_autotune.store import Store
+from sglang_moe_autotune.store import Store, relatives
 from sglang_moe_autotune.trials import TrialLog
 from sglang_moe_autotune.tuner import Step, Tuner, TunerOptions
 
@@ -196,6 +196,8 @@ class Serving:
                 driver=releases.driver_version(),
             )
             prior = Prior(find_files(releases.shipped_folder()), device.environment.device_name)
+            for record in relatives(self.root, device.environment):
+                prior.learn(record, here=False)
             limit = device.environment.shared_memory_bytes
             tried = TrialLog(self.root, device.environment).put
             self.tuner = Tuner(device.provider, self._learned, prior, options, shared_memory_bytes=limit, tried=tried)

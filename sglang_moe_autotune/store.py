@@ -255,6 +255,32 @@ def _listed(path: Path, names: list[str]) -> StoredEnvironment:
     return StoredEnvironment(path, contents.environment, *counts, unread + broken)
 
 
+def relatives(root: Path | None, environment: Environment, most_files: int = 4) -> list[Record]:
+    """Records of other environments of the same GPU (another Triton, another kernel), the latest files last.
+
+    They seed searches and are never served. What cannot be read is passed over: a seed is worth no warning.
+    """
+    if root is None:
+        return []
+    own, start = file_name(environment), f"{_slug(environment.device_name)}-triton-"
+    try:
+        paths = [p for p in root.iterdir() if p.name.startswith(start) and p.suffix == ".json" and p.name != own]
+        paths = sorted(paths, key=lambda path: path.stat().st_mtime)[-most_files:]
+    except OSError:
+        return []
+    found: list[Record] = []
+    for path in paths:
+        try:
+            contents = read(path)
+        except StoreError as error:
+            logger.debug("no seeds from %s: %s", path, error)
+            continue
+        other = contents.environment
+        if (other.device_name, other.capability) == (environment.device_name, environment.capability):
+            found += contents.records.values()
+    return found
+
+
 def read(path: Path) -> Contents:
     """The contents of one file. Raises StoreError where it is missing, broken or newer than this version."""
     try:

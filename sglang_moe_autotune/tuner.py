@@ -125,6 +125,7 @@ class Tuner:
         """Take a stored record, or one that another process has just made: its M is not searched again while
         SGLang's answer there is the record's baseline, and its winner races first at other M."""
         key = (record.shape, record.M)
+        self._prior.learn(record, here=True)
         if self._agenda.store(record) and self._current is not None and self._current.key == key:
             self.abandon()
         if (experience := self._experience.get(record.shape)) is not None:
@@ -297,6 +298,7 @@ class Tuner:
             unix_s=self._unix_clock(),
         )
         self._sink(record)
+        self._prior.learn(record, here=True)
         entry.record, entry.state = record, "settled"
         experience.chosen[entry.M] = outcome.pair
 
