@@ -19,7 +19,7 @@ Key = tuple[MoeShape, int]
 
 _NEVER: Final = float("inf")
 _LONGEST_WAIT_S: Final = 3600.0
-_ASKED_AT_ONCE: Final = 4
+_ASKED_AT_ONCE: Final = 2
 
 
 class Deferral(msgspec.Struct, frozen=True):

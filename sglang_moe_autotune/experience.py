@@ -69,6 +69,7 @@ class Experience:
         """by M what is served there, the baseline included"""
         self._lags: dict[int, dict[KernelConfig, float]] = {}
         """by M, for those whose search ended, what each config lagged or could be thought to"""
+        self._known: set[KernelConfig] = set()
 
     def at(self, M: int, reference: ConfigPair) -> dict[Trial, Measurement]:  # noqa: N803
         """The measurements of one M as ratios to ``reference``, to add to.
@@ -116,6 +117,7 @@ class Experience:
     def conclude(self, M: int, lags: dict[KernelConfig, float]) -> None:  # noqa: N803
         """Note at the end of a search how far each config that was measured is behind the best, in log time."""
         self._lags[M] = {**self.hopes(M), **lags}
+        self._known.update(lags)
 
     def hopes(self, M: int) -> dict[KernelConfig, float]:  # noqa: N803
         """The least lag, in log time, that each config can be thought to have here by the nearest M that knows it."""
@@ -123,8 +125,8 @@ class Experience:
         for m in self.nearest(M):
             if m in self._lags:
                 gained = _GAIN_PER_OCTAVE * octaves(m, M)
-                found = {**{config: lag - gained for config, lag in self._lags[m].items()}, **found}
-                if len(found) >= len(self.ordered):
+                found.update((c, lag - gained) for c, lag in self._lags[m].items() if c not in found)
+                if len(found) >= len(self._known):
                     break
         return found
 

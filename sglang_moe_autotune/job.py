@@ -153,6 +153,7 @@ class Job:
         while True:
             wanted = search.ask()
             if search.done:
+                yield "worked"
                 return
             self._tried = self._tried or bool(wanted)
             if not wanted:

@@ -175,8 +175,9 @@ class Prior:
                 if (number := rows.get(m)) is not None:
                     votes[number] += weight * fade
         smooth = list(votes)
+        least = _LEAST_WEIGHT * max(votes, default=0.0)
         for number, vote in enumerate(votes):
-            if vote:
+            if vote > least:
                 rub_off = vote * _NEIGHBOUR
                 for step in table.near[number]:
                     smooth[step] += rub_off

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import zlib
 from itertools import zip_longest
+from operator import itemgetter
 from statistics import median
 from typing import TYPE_CHECKING, Final, NamedTuple
 
@@ -141,15 +142,17 @@ class Search:
         by_tile: dict[int, dict[Gemm, list[KernelConfig]]] = {}
         for trial in sorted(costs, key=costs.__getitem__):
             by_tile.setdefault(trial.config.BLOCK_SIZE_M, {gemm: [] for gemm in GEMMS})[trial.gemm].append(trial.config)
-        pairs = {
-            ConfigPair(up, down) for tile in by_tile.values() for up in tile["up"][:5] for down in tile["down"][:5]
-        }
-        found: dict[Ranked, float] = {Ranked(self.baseline, 1.0): 1.0}
-        for pair in pairs - {self.baseline}:
-            relative = costs[Trial("up", pair.up)] + costs[Trial("down", pair.down)]
-            new = len({pair.up, pair.down} - winners - {self.baseline.up, self.baseline.down})
-            found[Ranked(pair, relative)] = relative * (1 + tie * new / 2)
-        return sorted(found, key=lambda r: (found[r], str(r.pair)))[:count]
+        free = winners | {self.baseline.up, self.baseline.down}
+        found = [(1.0, Ranked(self.baseline, 1.0))]
+        for tile in by_tile.values():
+            for up in tile["up"][:5]:
+                for down in tile["down"][:5]:
+                    if (pair := ConfigPair(up, down)) != self.baseline:
+                        relative = costs[Trial("up", up)] + costs[Trial("down", down)]
+                        new = len({up, down} - free)
+                        found.append((relative * (1 + tie * new / 2), Ranked(pair, relative)))
+        found.sort(key=itemgetter(0))
+        return [ranked for _, ranked in found[:count]]
 
     @property
     def measured(self) -> int:
@@ -165,13 +168,15 @@ class Search:
 
     def _stages(self) -> Iterator[list[Trial]]:
         orders = []
-        for gemm in GEMMS:
+        for gemm in GEMMS if self._allowance and self._left else ():
             orders.append(self._prior.rank(self.shape, self.M, gemm, self.experience.space))
             yield []
         merged = dict.fromkeys(c for both in zip_longest(*orders) for c in both if c is not None)
         self._promise = {config: place for place, config in enumerate(merged)}
+        yield []
         fresh, best, fruitless = self._field(), math.inf, 0
         while fresh:
+            yield []
             self._enter(fresh)
             for target in self.options.stages:
                 yield self._wanted(target)
@@ -183,9 +188,11 @@ class Search:
             fresh = self._fresh_neighbours(progress=not fruitless) if again else []
         for target, finalists in zip(self.options.final_stages, self.options.finalists, strict=True):
             self._race = dict.fromkeys(self._finalists(finalists))
+            yield []
             self._cut()
             affordable = self.options.final_s * 1e6 / max(1.0, self.baseline_us * len(self._race))
             yield self._wanted(min(target, max(self.options.stages[-1], int(affordable))))
+        yield []
         self.experience.conclude(self.M, self._lags())
 
     def _wanted(self, target: int) -> list[Trial]:
