@@ -34,7 +34,7 @@ class Deferral(msgspec.Struct, frozen=True):
 class Entry:
     """What is kept of one (shape, M)."""
 
-    __slots__ = ("M", "barren", "baseline", "faults", "gpu_s", "long", "looks", "record", "shape", "state")
+    __slots__ = ("M", "barren", "baseline", "earlier_s", "faults", "gpu_s", "long", "looks", "record", "shape", "state")
 
     def __init__(self, shape: MoeShape, M: int, baseline: ConfigPair) -> None:  # noqa: N803
         self.shape, self.M, self.baseline = shape, M, baseline
@@ -42,9 +42,10 @@ class Entry:
         self.faults = 0
         self.long = False
         """its launches are longer than a slice: for deep idle"""
-        self.gpu_s = 0.0
+        self.gpu_s = self.earlier_s = 0.0
+        """spent on it in this process, and before"""
         self.record: Record | None = None
-        """learned here, not one from the store"""
+        """learned here, or from the store where its search goes on"""
         self.looks = 0
         """searches that ended"""
         self.barren = False
@@ -69,11 +70,20 @@ class Agenda:
         self._asked = 0
 
     def add(self, shape: MoeShape, M: int, baseline: ConfigPair) -> None:  # noqa: N803
-        """Queue an M, unless it is known here, closed, or a stored record holds against the same baseline."""
+        """Queue an M, unless it is known here, closed, or a stored record holds against the same baseline; where that
+        one is of a first look, the second one is still to come."""
         key = (shape, M)
-        if key not in self.entries and key not in self._closed and not self._holds(key, baseline):
-            self.entries[key] = Entry(shape, M, baseline)
-            self.wake()
+        if key in self.entries or key in self._closed:
+            return
+        entry = Entry(shape, M, baseline)
+        if self._holds(key, baseline):
+            stored = self.stored[key]
+            if stored.source == "pinned" or stored.evidence.looks != 1:
+                return
+            entry.state, entry.record, entry.looks = "settled", stored, 1
+            entry.earlier_s = stored.evidence.gpu_s
+        self.entries[key] = entry
+        self.wake()
 
     def store(self, record: Record) -> bool:
         """Note a stored record; True if it takes its M off the queue."""

@@ -52,6 +52,8 @@ class Evidence(msgspec.Struct, frozen=True, gc=False):
     """largest |out - baseline_out| / (|baseline_out| + rms of its row) over the comparisons made, 0 only where all bits
     were the same; None for baseline"""
     tolerance: float | None = None
+    looks: int = 0
+    """searches that this M had: after one, a quick one, a restarted server goes on with the second; 0: not said"""
 
 
 class Record(msgspec.Struct, frozen=True, gc=False):

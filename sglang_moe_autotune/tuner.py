@@ -259,7 +259,7 @@ class Tuner:
         if job.outcome is None:
             return
         entry.barren = second_look and job.outcome.pair == baseline
-        if not entry.barren:
+        if not entry.barren or entry.looks == 2:
             self._settle(entry, experience, job.outcome)
         if self._tell is not None:
             self._tell(entry.shape, entry.M, self._tried(entry, experience, job.outcome.pair))
@@ -281,7 +281,8 @@ class Tuner:
     def _settle(self, entry: Entry, experience: Experience, outcome: Outcome) -> None:
         """Hand the record to the sink; only then is the M done, so that a failing sink loses nothing."""
         before = entry.record.evidence if entry.record else None
-        evidence = outcome.evidence(entry.gpu_s, before)
+        evidence = outcome.evidence(entry.earlier_s + entry.gpu_s, before)
+        evidence = msgspec.structs.replace(evidence, looks=entry.looks)
         if before is None and (stored := self._agenda.stored.get(entry.key)) is not None:
             # The store keeps of two records the one with more samples, and the stored one's baseline is outdated.
             evidence = msgspec.structs.replace(evidence, samples=evidence.samples + stored.evidence.samples)

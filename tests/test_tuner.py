@@ -500,6 +500,47 @@ def test_c37_a_restart_goes_on_at_the_first_m_without_a_record() -> None:
     assert set(last(bed.records)) == {24}
 
 
+@pytest.mark.parametrize("part", [0.15, 0.4, 0.7, 0.95])
+def test_c37_a_search_that_was_killed_anywhere_goes_on_where_it_stood(part: float) -> None:
+    def bed() -> Bed:
+        return Bed(options=TunerOptions(source="learned"))
+
+    whole = bed().add(3, 12, 24, 512)
+    steps = sum(1 for _ in whole.run())
+    killed = bed().add(3, 12, 24, 512)
+    for _, _ in zip(range(int(part * steps)), killed.run(), strict=False):
+        pass
+    kept = last(killed.records)
+    again = bed()
+    for record in kept.values():
+        again.tuner.learn(record)
+    again.add(3, 12, 24, 512).finish()
+    finished = {M for M, record in kept.items() if record.evidence.looks >= 2}
+    assert not finished & {record.M for record in again.records}
+    records = kept | last(again.records)
+    assert set(records) == {3, 12, 24, 512}
+    assert all(record.evidence.looks >= 2 for record in records.values())
+    for M, record in records.items():  # noqa: N806
+        if M in kept and record != kept[M]:
+            assert record.evidence.samples > kept[M].evidence.samples  # so that the store keeps it
+            assert record.evidence.gpu_s > kept[M].evidence.gpu_s
+        least_us = LANDSCAPE.pair_us(M, last(whole.records)[M].pair)
+        assert LANDSCAPE.pair_us(M, record.pair) < 1.05 * least_us
+
+
+def test_a_stored_first_answer_has_its_second_look_and_keeps_its_evidence_where_that_finds_nothing() -> None:
+    evidence = msgspec.structs.replace(stored(12).evidence, looks=1)
+    bed = Bed()
+    bed.tuner.learn(stored(12, evidence=evidence, source="learned"))
+    bed.add(12).finish()
+    (record,) = bed.records  # what was stored is the best of the landscape
+    assert (record.pair, record.verdict) == (stored(12).pair, "faster")
+    found = record.evidence
+    assert (found.gain, found.gain_low, found.looks) == (evidence.gain, evidence.gain_low, 2)
+    assert found.samples > evidence.samples
+    assert found.gpu_s > evidence.gpu_s
+
+
 def test_a_stored_winner_races_first_at_another_m() -> None:
     asked: list[Any] = []
     bed = Bed(Watched(readiness=lambda gemm, config: asked.append(config)))
