@@ -6,10 +6,11 @@ import json
 import random
 from statistics import fmean
 
+import msgspec
 import pytest
 import synthetic
 
-from sglang_moe_autotune.landscape import Landscape, load, shipped
+from sglang_moe_autotune.landscape import Landscape, load, parse, shipped
 from sglang_moe_autotune.prior import Prior
 from sglang_moe_autotune.shapes import ConfigPair, KernelConfig
 from sglang_moe_autotune.simulate import simulate
@@ -98,3 +99,78 @@ def test_the_result_can_be_recomputed_from_its_configs() -> None:
 def test_few_distinct_winners_serve_all_m() -> None:
     configs = simulate(H200, 0, prior=Prior())["configs"]
     assert len({json.dumps(config) for pair in configs.values() for config in pair.values()}) <= 12
+
+
+# -- files that nobody has seen ----------------------------------------------------------------------------------------
+
+TILE = {"BLOCK_SIZE_M": 16, "BLOCK_SIZE_N": 32, "BLOCK_SIZE_K": 64, "GROUP_SIZE_M": 1}
+OFF_THE_AXES = TILE | {"BLOCK_SIZE_N": 96, "num_warps": 2, "num_stages": 1}
+ROCM = TILE | {"num_warps": 8, "num_stages": 2, "waves_per_eu": 2}
+
+
+def odd(**changes: object) -> Landscape:
+    """A file with two candidates at M=4, the second one twice as fast as the baseline, changed."""
+    file = {
+        "E": 8, "N": 64, "K": 128, "topk": 2, "dtype": None, "block_shape": None,
+        "candidates": [TILE | {"num_warps": 4, "num_stages": 3}, TILE | {"num_warps": 4, "num_stages": 4}],
+        "up_us": {"4": {"0": 30.0, "1": 10.0}}, "down_us": {"4": {"0": 30.0, "1": 10.0}},
+        "default": {"4": {"config": TILE, "up_us": 20.0, "down_us": 20.0}},
+    }  # fmt: skip
+    return parse(json.dumps(file | changes).encode())
+
+
+@pytest.mark.parametrize(
+    ("changes", "regret"),
+    [
+        pytest.param({}, 0.0, id="as-it-is"),
+        pytest.param({"candidates": [], "up_us": {"4": {}}, "down_us": {"4": {}}}, 0.0, id="no-candidate"),
+        pytest.param({"down_us": {"4": {}}}, 0.0, id="a-candidate-with-half-of-the-baseline"),
+        pytest.param({"candidates": [OFF_THE_AXES, ROCM]}, 0.0, id="off-the-axes-and-keys-of-rocm"),
+        pytest.param({"dtype": "int4_w4a16", "block_shape": [0, 32]}, 0.0, id="packed-weights"),
+        pytest.param({"dtype": "fp8_w8a8", "per_channel_quant": True}, 0.0, id="per-channel"),
+        pytest.param({"topk": 1, "E": 1}, 0.0, id="one-expert"),
+        pytest.param({"device_name": "AMD Radeon Graphics", "future": {"x": [1]}}, 0.0, id="another-device"),
+        pytest.param(
+            {
+                "up_us": {"65536": {"0": 3e6, "1": 1e6}}, "down_us": {"65536": {"0": 3e6, "1": 1e6}},
+                "default": {"65536": {"config": TILE, "up_us": 2e6, "down_us": 2e6}},
+            },
+            0.0,
+            id="seconds-a-launch",
+        ),
+        pytest.param(
+            {
+                "up_us": {"4": {"0": 1e-3, "1": 2e-3}}, "down_us": {"4": {"0": 1e-3, "1": 2e-3}},
+            },
+            0.0,
+            id="nearly-no-time",
+        ),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("noise", [0.0, 2.0])
+def test_odd_files_are_searched_to_their_end(changes: dict[str, object], regret: float, noise: float) -> None:
+    result = simulate(odd(**changes), 0, noise, prior=Prior())
+    assert result["regret_geomean"] == pytest.approx(regret)
+    assert json.loads(json.dumps(result)).keys() == result.keys()
+    assert len(result["per_m"]) == len(result["configs"]) == 1
+
+
+def test_a_budget_below_one_launch_is_spent_by_the_first_one() -> None:
+    result = simulate(odd(), 0, budget_s=1e-12, prior=Prior())
+    assert result["gpu_s"] < 1e-3
+    assert not any(row["accepted"] for row in result["per_m"].values())
+
+
+def test_the_order_of_m_in_a_file_and_its_candidates_do_not_matter_to_what_is_best() -> None:
+    backwards = msgspec.structs.replace(
+        H200,
+        candidates=H200.candidates[::-1],
+        baselines=dict(reversed(H200.baselines.items())),
+    )
+    assert simulate(backwards, 0, prior=Prior()) == simulate(H200, 0, prior=Prior())
+
+
+def test_the_noise_of_an_idle_gpu_costs_little_and_fools_nobody() -> None:
+    result = simulate(H200, 0, noise_model="idle", prior=Prior())
+    assert result["regret_geomean"] < 0.02
+    assert all(row["chosen_us"] < row["baseline_us"] for row in result["per_m"].values() if row["accepted"])
