@@ -7,6 +7,7 @@ from collections import deque
 from statistics import fmean
 from typing import TYPE_CHECKING, Final, NamedTuple
 
+from sglang_moe_autotune.search_space import AXES, filled
 from sglang_moe_autotune.shapes import GEMMS, ConfigPair, Gemm, KernelConfig
 
 if TYPE_CHECKING:
@@ -57,6 +58,8 @@ class Experience:
 
     def __init__(self, space: Iterable[KernelConfig]) -> None:
         self.space = frozenset(space)
+        self.axes = {axis: tuple(sorted({int(getattr(filled(c), axis)) for c in self.space})) for axis in AXES}
+        """the values that the space has on each axis"""
         self.measured: dict[int, dict[Trial, Measurement]] = {}
         self.reference: dict[int, ConfigPair] = {}
         """by M the pair that its ratios are to"""

@@ -271,7 +271,7 @@ class Search:
                 if t.gemm == gemm
             }
             for leader in sorted(pair_costs, key=pair_costs.__getitem__)[: self.options.leaders]:
-                for near in neighbours(leader):
+                for near in neighbours(leader, self.experience.axes):
                     if near in self.experience.ordered or near not in self.experience.space or not self._may_try(near):
                         continue
                     place = self._promise.get(near, len(self._promise))

@@ -17,7 +17,7 @@ from sglang_moe_autotune.job import Job, JobOptions, Outcome, Phase
 from sglang_moe_autotune.prior import Prior
 from sglang_moe_autotune.records import Record, Source
 from sglang_moe_autotune.search import SearchOptions
-from sglang_moe_autotune.search_space import legal_space
+from sglang_moe_autotune.search_space import legal_space, out_of_range
 from sglang_moe_autotune.shapes import GEMMS
 
 if TYPE_CHECKING:
@@ -222,6 +222,8 @@ class Tuner:
         return looks.worth_another(entry, peers, self.experience(entry.shape), self.options.search)
 
     def _run(self, entry: Entry) -> Iterator[Step]:
+        if reason := out_of_range(entry.shape, entry.M):
+            raise Declined(reason)
         second_look = entry.state == "settled"
         experience = self.experience(entry.shape)
         yield "worked"

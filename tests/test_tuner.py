@@ -394,6 +394,36 @@ def test_a_reason_defers_without_spinning_and_a_later_try_succeeds() -> None:
     assert not bed.tuner.deferred
 
 
+def test_an_m_whose_offsets_would_overflow_is_declined_before_a_bench_is_opened() -> None:
+    packed = synthetic.MoeShape((8, 8192, 2048), (8, 4096, 2048), 8, "int4_w4a16", (0, 32))
+    bed = Bed()
+    bed.tuner.add(packed, 1 << 17, LANDSCAPE.baselines[512].pair)
+    assert bed.finish() == []
+    assert not bed.provider.calls
+    assert ["32-bit" in d.reason for d in bed.tuner.deferred.values()] == [True]
+
+
+def test_c18_what_takes_a_thousand_times_as_long_is_launched_once_to_load_and_once_to_measure() -> None:
+    endless = synthetic.mapped(
+        LANDSCAPE, lambda _, gemm, row: {c: us * (1000 if c.num_stages == 3 else 1) for c, us in row.items()}
+    )
+    launched: dict[tuple[int, str, Any], int] = {}
+    at = [0]
+    provider = Watched(
+        endless,
+        open=lambda m: at.__setitem__(0, m),
+        measure=lambda gemm, config, count: launched.__setitem__(
+            key := (at[0], gemm, config), launched.get(key, 0) + 1
+        ),
+    )
+    records = last(Bed(provider, TunerOptions(source="replayed")).add(3, 512).finish())
+    slow = {count for (_, _, config), count in launched.items() if config.num_stages == 3 and config.num_warps}
+    assert slow
+    # Each M has a bench for each of its looks, and a bench loads what it has not loaded yet.
+    assert max(slow) <= 2
+    assert all(record.pair.up.num_stages != 3 for record in records.values() if record.verdict == "faster")
+
+
 def test_a_bench_may_decline_in_the_middle() -> None:
     def decline(*_: Any) -> None:
         raise Declined("the weights are offloaded")
