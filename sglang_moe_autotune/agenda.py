@@ -17,6 +17,8 @@ State = Literal["queued", "settled", "failed"]
 
 Key = tuple[MoeShape, int]
 
+FINISHED_LOOKS: Final = 3
+"""searches after which an M is left alone by the next process: a quick one, one of what others compiled, a full one"""
 _NEVER: Final = float("inf")
 _LONGEST_WAIT_S: Final = 3600.0
 _ASKED_AT_ONCE: Final = 2
@@ -48,8 +50,8 @@ class Entry:
         """learned here, or from the store where its search goes on"""
         self.looks = 0
         """searches that ended"""
-        self.barren = False
-        """the last one found nothing better than what this M had"""
+        self.barren = 0
+        """how many in a row compiled something and found nothing better than what this M had"""
 
     @property
     def key(self) -> Key:
@@ -78,9 +80,10 @@ class Agenda:
         entry = Entry(shape, M, baseline)
         if self._holds(key, baseline):
             stored = self.stored[key]
-            if stored.source == "pinned" or stored.evidence.looks != 1:
+            looks = stored.evidence.looks
+            if stored.source == "pinned" or not 0 < looks < FINISHED_LOOKS:
                 return
-            entry.state, entry.record, entry.looks = "settled", stored, 1
+            entry.state, entry.record, entry.looks = "settled", stored, looks
             entry.earlier_s = stored.evidence.gpu_s
         self.entries[key] = entry
         self.wake()

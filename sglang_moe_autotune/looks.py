@@ -1,8 +1,8 @@
 """Looks: which M of a shape is worth another search, and how many new configs a search may compile. Pure.
 
-Every M has a first, quick look with few configs of the prior before any has its second. Then they go round by round,
-each with a fair share of the configs that may still be compiled, until a look finds nothing better. In the end each
-M tries what others have compiled.
+Every M has a first, quick look with few configs of the prior before any has its second. Then those that came early try
+what the others compiled. Then they go round by round, each with a fair share of the configs that may still be
+compiled, until a look finds nothing better. In the end each M tries what others have compiled since.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ def worth_another(entry: Entry, peers: Sequence[Entry], experience: Experience, 
     if entry.record is None or entry.looks >= options.looks:
         return False
     if len(experience.ordered) < options.compiled_per_shape:
-        going_on = [e.looks for e in peers if e.looks < options.looks and not e.barren and e.record is not None]
+        going_on = [e.looks for e in peers if _goes_on(e, options)]
         if going_on:  # what others compile is worth a look when they are done
-            return not entry.barren and entry.looks == min(going_on)
+            return _goes_on(entry, options) and entry.looks == min(going_on)
     return bool(experience.promising(entry.M))
 
 
@@ -48,7 +48,12 @@ def allowance(entry: Entry, peers: Sequence[Entry], experience: Experience, opti
         if answered + 1 < len(peers):
             left = min(left, max(0, options.first_configs - ordered))
         return min(left, max(due, round(min(_MOST_FOR_DISTANCE, distance))))
-    if entry.barren:
+    if entry.looks == 1 or entry.barren >= options.patience:
         return 0
-    waiting = sum(e.looks == entry.looks and not e.barren for e in peers)
-    return min(left, max(_LEAST_SHARE, math.ceil(left / waiting)))
+    waiting = sum(e.looks == entry.looks and _goes_on(e, options) for e in peers)
+    return min(left, max(_LEAST_SHARE, math.ceil(left / max(1, waiting))))
+
+
+def _goes_on(entry: Entry, options: SearchOptions) -> bool:
+    """Is it in the round?"""
+    return entry.record is not None and entry.looks < options.looks and entry.barren < options.patience

@@ -53,7 +53,7 @@ class Evidence(msgspec.Struct, frozen=True, gc=False):
     were the same; None for baseline"""
     tolerance: float | None = None
     looks: int = 0
-    """searches that this M had: after one, a quick one, a restarted server goes on with the second; 0: not said"""
+    """searches that this M had: after less than three a restarted server goes on with the next; 0: not said"""
 
 
 class Record(msgspec.Struct, frozen=True, gc=False):

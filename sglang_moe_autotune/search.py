@@ -37,7 +37,7 @@ class SearchOptions(msgspec.Struct, frozen=True):
     looks: int = 6
     """searches of an M at most"""
     patience: int = 2
-    """rounds of neighbours without progress after which a search ends"""
+    """rounds of neighbours without progress after which a search ends, and searches of an M after which it has all"""
     progress: float = 0.003
     """what counts as progress, as a fraction of the best pair's time"""
     leaders: int = 3
@@ -52,7 +52,7 @@ class SearchOptions(msgspec.Struct, frozen=True):
     cut_sigmas: float = 2.0
     seed: int = 0
     """the order in which equals are tried"""
-    tie: float = 0.003
+    tie: float = 0.002
     """a config that no other M uses must be better than one in use by this fraction of its time"""
     few_winners: int = 4
     """with each config in use beyond these the tie grows by half"""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 import msgspec
 
 from sglang_moe_autotune import looks
-from sglang_moe_autotune.agenda import Agenda, Deferral, Entry, Key
+from sglang_moe_autotune.agenda import FINISHED_LOOKS, Agenda, Deferral, Entry, Key
 from sglang_moe_autotune.bench import Declined
 from sglang_moe_autotune.experience import Experience, Trial
 from sglang_moe_autotune.job import Job, JobOptions, Outcome, Phase
@@ -228,6 +228,7 @@ class Tuner:
         experience = self.experience(entry.shape)
         yield "worked"
         baseline = experience.chosen[entry.M] if second_look else entry.baseline
+        allowance = looks.allowance(entry, self._agenda.of(entry.shape), experience, self.options.search)
         bench = self._provider.open(entry.shape, entry.M, baseline)
         if isinstance(bench, str):
             raise Declined(bench)
@@ -246,7 +247,7 @@ class Tuner:
                 search=msgspec.structs.replace(self.options.search, seed=self.options.seed),
             ),
             self._clock,
-            allowance=looks.allowance(entry, self._agenda.of(entry.shape), experience, self.options.search),
+            allowance=allowance,
             quick=entry.looks == 0,
         )
         self._job = job
@@ -260,8 +261,10 @@ class Tuner:
         self._account()
         if job.outcome is None:
             return
-        entry.barren = second_look and job.outcome.pair == baseline
-        if not entry.barren or entry.looks == 2:
+        found = job.outcome.pair != baseline
+        if second_look and allowance:
+            entry.barren = 0 if found else entry.barren + 1
+        if found or entry.looks <= FINISHED_LOOKS:
             self._settle(entry, experience, job.outcome)
         if self._tell is not None:
             self._tell(entry.shape, entry.M, self._tried(entry, experience, job.outcome.pair))
