@@ -21,7 +21,7 @@ def draw(found: dict[str, Any], path: Path) -> None:
     from matplotlib import pyplot as plt  # noqa: PLC0415 - after the backend
 
     landscapes, about = found["landscapes"], found["about"]
-    figure, rows = plt.subplots(len(landscapes), 2, figsize=(11, 3.2 * len(landscapes)), squeeze=False, sharey="row")
+    figure, rows = plt.subplots(len(landscapes), 2, figsize=(11, 3 * len(landscapes) + 0.4), squeeze=False, sharey="row")
     grids = (("compiled", about["compiled_grid"], "configs compiled"), ("gpu_s", about["gpu_s_grid"], "GPU seconds"))
     for axes, (slug, ways) in zip(rows, landscapes.items(), strict=True):
         for ax, (kind, grid, label) in zip(axes, grids, strict=True):
@@ -38,8 +38,8 @@ def draw(found: dict[str, Any], path: Path) -> None:
                 ax.set_xscale("log")
         axes[0].set_ylabel("regret in %")
         axes[0].set_title(slug, loc="left", fontsize=10)
-    rows[0][1].legend(fontsize=8, frameon=False)
+    figure.legend(*rows[0][0].get_legend_handles_labels(), loc="lower center", ncols=4, fontsize=8, frameon=False)
     figure.suptitle(f"Mean over all M and {about['seeds']} seeds; dotted: 0.5 %", x=0.99, ha="right", fontsize=9)
-    figure.tight_layout()
+    figure.tight_layout(rect=(0, 0.06 if len(landscapes) > 1 else 0.14, 1, 1))
     figure.savefig(path, dpi=110)
     plt.close(figure)
