@@ -21,7 +21,8 @@ def draw(found: dict[str, Any], path: Path) -> None:
     from matplotlib import pyplot as plt  # noqa: PLC0415 - after the backend
 
     landscapes, about = found["landscapes"], found["about"]
-    figure, rows = plt.subplots(len(landscapes), 2, figsize=(11, 3 * len(landscapes) + 0.4), squeeze=False, sharey="row")
+    size = (11, 3 * len(landscapes) + 0.4)
+    figure, rows = plt.subplots(len(landscapes), 2, figsize=size, squeeze=False, sharey="row")
     grids = (("compiled", about["compiled_grid"], "configs compiled"), ("gpu_s", about["gpu_s_grid"], "GPU seconds"))
     for axes, (slug, ways) in zip(rows, landscapes.items(), strict=True):
         for ax, (kind, grid, label) in zip(axes, grids, strict=True):

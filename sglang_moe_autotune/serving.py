@@ -236,9 +236,10 @@ class Serving:
         """The tuner's sink: keep the record, and serve it where that is allowed."""
         assert self.store is not None  # noqa: S101 - for the type checker
         self._faults = 0
+        held = self.store.contents.records.get((record.shape, record.M))
         self.store.submit(record=record)
-        if record.verdict != "faster":
-            return
+        if record.verdict != "faster" or (held is not None and held.evidence.gain == record.evidence.gain):
+            return  # nothing to serve, or a further look found nothing better than what is served
         if self.settings.mode != "restart":
             self.lookup.publish([(call_key(record.shape), record.M, record.pair)])
         evidence = record.evidence

@@ -264,7 +264,7 @@ class Tuner:
         found = job.outcome.pair != baseline
         if second_look and allowance:
             entry.barren = 0 if found else entry.barren + 1
-        if found or entry.looks <= FINISHED_LOOKS:
+        if found or not second_look or entry.looks == FINISHED_LOOKS:
             self._settle(entry, experience, job.outcome)
         if self._tell is not None:
             self._tell(entry.shape, entry.M, self._tried(entry, experience, job.outcome.pair))

@@ -22,7 +22,7 @@ def test_the_recorded_landscape_without_any_config_file() -> None:
     results = [simulate(H200, seed, prior=Prior()) for seed in range(3)]
     assert fmean(r["regret_geomean"] for r in results) < 0.010
     assert max(r["compiled"] for r in results) <= 80
-    assert max(r["gpu_s"] for r in results) < 4.0
+    assert max(r["gpu_s"] for r in results) < 5.0
     assert all(row["accepted"] for r in results for row in r["per_m"].values())
 
 
