@@ -255,23 +255,33 @@ def main() -> int:
     files = find_files(options.configs) if options.configs else installed_files()
     if not files:
         print("no config files of SGLang: install sglang, or give --configs; the prior is empty now", file=sys.stderr)
+    about = {
+        "seeds": options.seeds, "noise_percent": options.noise, "noise_model": options.noise_model,
+        "config_files": len(files), "compiled_grid": COMPILED_GRID, "gpu_s_grid": GPU_S_GRID,
+    }  # fmt: skip
     results = {}
     for path in options.landscapes:
         landscape = load(path)
         results[landscape.shape.slug] = bench(landscape, files, options)
-    print(table(results))
-    if options.rivals:
-        import bench_plot  # noqa: PLC0415 - draws with an extra
-
-        options.out.mkdir(parents=True, exist_ok=True)
-        about = {
-            "seeds": options.seeds, "noise_percent": options.noise, "noise_model": options.noise_model,
-            "config_files": len(files), "compiled_grid": COMPILED_GRID, "gpu_s_grid": GPU_S_GRID,
-        }  # fmt: skip
-        found = {"about": about, "landscapes": results}
-        (options.out / "search.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-        bench_plot.draw(found, options.out / "search.png")
+        print(table({landscape.shape.slug: results[landscape.shape.slug]}), flush=True)
+        if options.rivals:
+            write({"about": about, "landscapes": results}, options.out)
     return 0
+
+
+def write(found: dict[str, Any], folder: Path) -> None:
+    """After each landscape, so that an interrupted run leaves what it has. One line a way to choose."""
+    import bench_plot  # noqa: PLC0415 - draws with an extra
+
+    folder.mkdir(parents=True, exist_ok=True)
+    lines = [f'"about": {json.dumps(found["about"])}']
+    for slug, ways in found["landscapes"].items():
+        rows = ",\n  ".join(f"{json.dumps(name)}: {json.dumps(way)}" for name, way in ways.items())
+        lines.append(f"{json.dumps(slug)}: {{\n  {rows}\n }}")
+    about, *landscapes = lines
+    text = "{" + about + ',\n"landscapes": {\n ' + ",\n ".join(landscapes) + "\n}}\n"
+    (folder / "search.json").write_text(text, encoding="utf-8")
+    bench_plot.draw(found, folder / "search.png")
 
 
 if __name__ == "__main__":
