@@ -126,9 +126,13 @@ class Agenda:
         for other in self.entries.values():
             other.long = other.long or (other.shape == entry.shape and other.M >= entry.M)
 
-    def of(self, shape: MoeShape) -> list[Entry]:
-        """All M of a shape."""
-        return [entry for entry in self.entries.values() if entry.shape == shape]
+    def peers(self, entry: Entry) -> list[Entry]:
+        """Itself and the M of its shape that it may wait for: not those that are put off, or wait for deeper idle."""
+        return [
+            e
+            for e in self.entries.values()
+            if e is entry or (e.shape == entry.shape and e.key not in self.deferred and e.long <= entry.long)
+        ]
 
     def queued(self) -> list[Entry]:
         """What has no answer yet, the hottest first, equals in the order of arrival."""
@@ -155,7 +159,7 @@ class Agenda:
         found = [e for e in self._in_state("queued") if self._ripe(e, now_s, deep_idle=deep_idle)]
         if found:
             return min(found, key=self._order)
-        if all(e.key in self.deferred for e in self._in_state("queued")):
+        if all(e.key in self.deferred or (e.long and not deep_idle) for e in self._in_state("queued")):
             settled = [e for e in self._in_state("settled") if self._ripe(e, now_s, deep_idle=deep_idle)]
             settled.sort(key=self._order)
             few = settled[self._asked : self._asked + _ASKED_AT_ONCE]

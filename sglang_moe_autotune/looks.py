@@ -26,7 +26,7 @@ _LEAST_SHARE: Final = 2
 
 
 def worth_another(entry: Entry, peers: Sequence[Entry], experience: Experience, options: SearchOptions) -> bool:
-    """Should this M, settled here, be searched again? ``peers``: all M of its shape."""
+    """Should this M, settled here, be searched again? ``peers``: itself and the M of its shape that may run."""
     if entry.record is None or entry.looks >= options.looks:
         return False
     if len(experience.ordered) < options.compiled_per_shape:

@@ -218,8 +218,7 @@ class Tuner:
     # -- jobs ------------------------------------------------------------------------------------------------------
 
     def _worth_another_look(self, entry: Entry) -> bool:
-        peers = self._agenda.of(entry.shape)
-        return looks.worth_another(entry, peers, self.experience(entry.shape), self.options.search)
+        return looks.worth_another(entry, self._agenda.peers(entry), self.experience(entry.shape), self.options.search)
 
     def _run(self, entry: Entry) -> Iterator[Step]:
         if reason := out_of_range(entry.shape, entry.M):
@@ -228,7 +227,7 @@ class Tuner:
         experience = self.experience(entry.shape)
         yield "worked"
         baseline = experience.chosen[entry.M] if second_look else entry.baseline
-        allowance = looks.allowance(entry, self._agenda.of(entry.shape), experience, self.options.search)
+        allowance = looks.allowance(entry, self._agenda.peers(entry), experience, self.options.search)
         bench = self._provider.open(entry.shape, entry.M, baseline)
         if isinstance(bench, str):
             raise Declined(bench)

@@ -425,6 +425,29 @@ def test_c18_what_takes_a_thousand_times_as_long_is_launched_once_to_load_and_on
     assert all(record.pair.up.num_stages != 3 for record in records.values() if record.verdict == "faster")
 
 
+def test_an_m_that_is_put_off_in_its_second_look_holds_up_no_other() -> None:
+    opened: list[int] = []
+    provider = Watched(open=lambda m: opened.append(m) or ("no memory" if m == 512 and opened.count(512) > 1 else None))
+    bed = Bed(provider, TunerOptions(source="replayed", retry_s=1e6)).add(512, 3, 12, 24)
+    bed.finish()
+    assert opened.count(512) == 2
+    assert min(opened.count(m) for m in (3, 12, 24)) >= FINISHED_LOOKS
+    assert len(bed.tuner.experience(SHAPE).ordered) > 60
+
+
+@pytest.mark.parametrize("answered", [True, False])
+def test_an_m_that_waits_for_deep_idle_holds_up_no_other(answered: bool) -> None:
+    launch_us = max(LANDSCAPE.baselines[24].up_us, LANDSCAPE.baselines[24].down_us)
+    bed = Bed(options=TunerOptions(source="replayed", slice_us=launch_us + 1)).add(512, 3, 12, 24)
+    bed.tuner.heat(SHAPE, 512, 100)
+    if answered:
+        next(None for step in bed.run() if bed.records)
+    bed.finish(deep_idle=False)
+    assert {512} & set(last(bed.records)) == ({512} if answered else set())
+    assert {m: r.evidence.looks for m, r in last(bed.records).items() if m != 512}.keys() == {3, 12, 24}
+    assert len(bed.tuner.experience(SHAPE).ordered) > 60
+
+
 def test_a_bench_may_decline_in_the_middle() -> None:
     def decline(*_: Any) -> None:
         raise Declined("the weights are offloaded")
