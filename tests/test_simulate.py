@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from statistics import fmean
+from typing import TYPE_CHECKING
 
 import msgspec
 import pytest
@@ -15,6 +16,9 @@ from sglang_moe_autotune.prior import Prior
 from sglang_moe_autotune.shapes import ConfigPair, KernelConfig
 from sglang_moe_autotune.simulate import simulate
 
+if TYPE_CHECKING:
+    from pathlib import Path
+
 H200 = load(shipped()[0])
 
 
@@ -24,6 +28,20 @@ def test_the_recorded_landscape_without_any_config_file() -> None:
     assert max(r["compiled"] for r in results) <= 80
     assert max(r["gpu_s"] for r in results) < 5.0
     assert all(row["accepted"] for r in results for row in r["per_m"].values())
+
+
+@pytest.mark.parametrize("path", shipped(), ids=lambda path: path.name)
+def test_every_shipped_landscape_without_any_config_file(path: Path) -> None:
+    recorded = load(path)
+    order = list(recorded.ms)
+    random.Random(7).shuffle(order)  # noqa: S311 - no secret
+    result = simulate(recorded, 7, prior=Prior(), order=order)
+    assert result["regret_geomean"] < 0.015
+    assert result["compiled"] <= 80
+    assert result["gpu_s"] < 10
+    assert all(row["chosen_us"] < row["baseline_us"] for row in result["per_m"].values() if row["accepted"])
+    configs = result["configs"].values()
+    assert all(pair["up"]["BLOCK_SIZE_M"] == pair["down"]["BLOCK_SIZE_M"] for pair in configs)
 
 
 @pytest.mark.parametrize(
