@@ -85,8 +85,8 @@ class Search:
         allowance: int,
         quick: bool = False,
     ) -> None:
-        """allowance: new configs that this search may compile; twice that while it makes progress. quick: take
-        them from the prior alone, and look at no neighbours."""
+        """allowance: new configs that this search may compile. quick: take them from the prior alone, and look at no
+        neighbours."""
         self.shape, self.M, self.baseline = shape, M, baseline
         self.experience = experience
         self.options = options or SearchOptions()
@@ -185,7 +185,7 @@ class Search:
             before, best = best, min(best, _best(_least_by_tile(self._costs())))
             fruitless = 0 if best < before * (1 - self.options.progress) else fruitless + 1
             again = not self._quick and fruitless < self.options.patience
-            fresh = self._fresh_neighbours(progress=not fruitless) if again else []
+            fresh = self._fresh_neighbours() if again else []
         for target, finalists in zip(self.options.final_stages, self.options.finalists, strict=True):
             self._race = dict.fromkeys(self._finalists(finalists))
             yield []
@@ -254,10 +254,9 @@ class Search:
         part = self._allowance if self._quick else math.ceil(self._allowance / 2)
         return [*field, *new[: min(part, self._left)]]
 
-    def _fresh_neighbours(self, *, progress: bool) -> list[KernelConfig]:
+    def _fresh_neighbours(self) -> list[KernelConfig]:
         """New configs one step from the leaders, the most promising first, as many as this round may compile."""
-        most = self._allowance * 2 if progress else self._allowance
-        size = min(max(2, math.ceil(self._allowance / 4)), most - self._compiled, self._left)
+        size = min(max(2, math.ceil(self._allowance / 4)), self._allowance - self._compiled, self._left)
         if size <= 0:
             return []
         costs = self._costs()

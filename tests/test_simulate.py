@@ -54,7 +54,7 @@ def test_landscapes_of_another_make(shape: object) -> None:
     result = simulate(landscape, 0, prior=Prior())
     heuristic = [landscape.baselines[M] for M in landscape.ms]
     worst = max((b.up_us + b.down_us) / landscape.best(M)[1] for b, M in zip(heuristic, landscape.ms, strict=True)) - 1
-    assert result["regret_geomean"] < 0.06 < worst
+    assert result["regret_geomean"] < 0.09 < worst
     assert result["compiled"] <= 80
 
 
