@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from statistics import fmean
 from typing import TYPE_CHECKING, Final, NamedTuple
 
+from sglang_moe_autotune.measurement import Measurement
 from sglang_moe_autotune.search_space import AXES, filled
 from sglang_moe_autotune.shapes import GEMMS, ConfigPair, Gemm, KernelConfig
 
@@ -28,29 +28,6 @@ class Trial(NamedTuple):
 
     gemm: Gemm
     config: KernelConfig
-
-
-class Measurement:
-    """The paired log-ratios candidate/baseline of one trial at one M, and their centre."""
-
-    __slots__ = ("_centre", "logs")
-
-    def __init__(self, logs: Iterable[float] = ()) -> None:
-        self.logs = list(logs)
-        self._centre: float | None = None
-
-    def extend(self, logs: Iterable[float]) -> None:
-        self.logs.extend(logs)
-        self._centre = None
-
-    @property
-    def centre(self) -> float:
-        """The mean of the middle half: nearly as sharp as the mean, and an interrupted launch moves it little."""
-        if self._centre is None:
-            ordered = sorted(self.logs)
-            quarter = len(ordered) // 4
-            self._centre = fmean(ordered[quarter : len(ordered) - quarter])
-        return self._centre
 
 
 class Experience:

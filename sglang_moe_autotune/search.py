@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 import msgspec
 
-from sglang_moe_autotune.experience import Experience, Measurement, Trial
+from sglang_moe_autotune.experience import Experience, Trial
+from sglang_moe_autotune.measurement import Measurement
 from sglang_moe_autotune.search_space import AXES, filled, neighbours
 from sglang_moe_autotune.shapes import GEMMS, ConfigPair, Gemm, KernelConfig, MoeShape
 
