@@ -7,7 +7,7 @@ import threading
 import time
 from typing import TYPE_CHECKING
 
-from sglang_moe_autotune import releases, status
+from sglang_moe_autotune import releases, status, switch
 
 if TYPE_CHECKING:
     from sglang_moe_autotune.serving import Serving
@@ -26,6 +26,7 @@ def _loop(serving: Serving) -> None:
     told = False
     while True:
         try:
+            follow(serving)
             if serving.root is not None:
                 status.write(serving.root, describe(serving))
             if serving.metrics is not None:
@@ -38,6 +39,15 @@ def _loop(serving: Serving) -> None:
                 logger.exception("MoE autotune could not say how it is; it goes on and tries again.")
             told = True
         time.sleep(_EVERY_S)
+
+
+def follow(serving: Serving) -> None:
+    """Do what the switch in the store's folder says now; a change is logged."""
+    level = switch.read(serving.root)
+    if level != serving.switch.of_file:
+        serving.switch.of_file = level
+        serving.switched()
+        logger.info("MoE autotune: the store's switch says %s; it is %s now.", level, serving.switch.level)
 
 
 def describe(serving: Serving) -> status.LiveStatus:
@@ -60,6 +70,8 @@ def describe(serving: Serving) -> status.LiveStatus:
         mode=serving.settings.mode,
         hooks=serving.hooks(),
         state=serving.state,
+        switch=serving.switch.level,
+        switched_by=serving.switch.by,
         reason=serving.reason,
         epoch=serving.lookup.epoch,
         queue=snapshot.queue if snapshot is not None else (),

@@ -14,10 +14,20 @@ import os
 import sys
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from sglang_moe_autotune import server_info
+from sglang_moe_autotune import controls, server_info
 from sglang_moe_autotune.lookup import CallKey
 from sglang_moe_autotune.settings import Settings
-from sglang_moe_autotune.targets import BATCH, IDLE, LOAD, LOOKUP, REQUESTS, SERVER_INFO, TARGETS, HookTarget
+from sglang_moe_autotune.targets import (
+    BATCH,
+    CONTROL,
+    IDLE,
+    LOAD,
+    LOOKUP,
+    REQUESTS,
+    SERVER_INFO,
+    TARGETS,
+    HookTarget,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -56,6 +66,7 @@ _FENCES = {
     LOAD.name: Fence("load", "nothing stored is used and nothing is tuned"),
     REQUESTS.name: Fence("request", "nothing is tuned any more, learned rows stay in use"),
     SERVER_INFO.name: Fence("server info", "/server_info does not show it any more"),
+    CONTROL.name: Fence("control", "/set_internal_state does not switch it any more, the file does"),
 }
 
 
@@ -85,8 +96,9 @@ def register() -> None:
 
     for target, (hook, kind) in _HOOKS.items():
         HookRegistry.register(target.path, hook, HookType[kind])
-    if _why_unusable(SERVER_INFO) is None:
-        HookRegistry.register(SERVER_INFO.path, on_server_info, HookType.AFTER)
+    for target, (hook, kind) in _OPTIONAL_HOOKS.items():
+        if _why_unusable(target) is None:
+            HookRegistry.register(target.path, hook, HookType[kind])
 
 
 def serving() -> Serving:
@@ -176,6 +188,18 @@ def on_server_info(result: Any, _scheduler: Any, *_args: Any, **_kwargs: Any) ->
     if _serving is not None:
         _FENCES[SERVER_INFO.name].call(server_info.add, result, _serving)
 
+
+def on_control(_scheduler: Any, request: Any, *_args: Any, **_kwargs: Any) -> None:
+    """BEFORE ``Scheduler.set_internal_state``: take what is ours out of the request."""
+    if _serving is not None:
+        _FENCES[CONTROL.name].call(controls.take, request, _serving)
+
+
+_OPTIONAL_HOOKS: dict[HookTarget, tuple[Callable[..., Any], str]] = {
+    SERVER_INFO: (on_server_info, "AFTER"),
+    CONTROL: (on_control, "BEFORE"),
+}
+"""as ``_HOOKS``; these are left out where the target is gone"""
 
 _HOOKS: dict[HookTarget, tuple[Callable[..., Any], str]] = {
     LOOKUP: (on_lookup, "AROUND"),

@@ -35,6 +35,7 @@ def describe(serving: Serving) -> dict[str, Any]:
         "mode": serving.settings.mode,
         "state": serving.state,
         "reason": serving.reason,
+        "switch": serving.switch.level,
         "epoch": serving.lookup.epoch,
         "rows": sum(len(rows) for rows in serving.lookup.rows().values()),
         "queue": len(snapshot.queue) if snapshot is not None else 0,

@@ -7,7 +7,7 @@ import os
 import time
 from typing import TYPE_CHECKING, Any
 
-from sglang_moe_autotune import __version__, live, metrics, releases
+from sglang_moe_autotune import __version__, live, metrics, releases, switch
 from sglang_moe_autotune.budget import Budget
 from sglang_moe_autotune.device import open_device
 from sglang_moe_autotune.heat import Heat
@@ -18,6 +18,7 @@ from sglang_moe_autotune.prior import Prior, find_files
 from sglang_moe_autotune.settings import Settings, cache_root
 from sglang_moe_autotune.shape_notes import ShapeNotes
 from sglang_moe_autotune.store import Store
+from sglang_moe_autotune.switch import Switch
 from sglang_moe_autotune.trials import TrialLog
 from sglang_moe_autotune.tuner import Step, Tuner, TunerOptions
 
@@ -59,6 +60,7 @@ class Serving:
         self.compiles.install()
         self.overlays = True
         """False where SGLang's own answers must stand: then lookups are not even read"""
+        self.switch = Switch()
         self.state: State = "idle"
         self.reason = ""
         self.store: Store | None = None
@@ -71,6 +73,7 @@ class Serving:
         self.metrics: Metrics | None = None
         self.budget = Budget(settings.budget_s)
         self._never = ""
+        self._deterministic = False
         self._attached = False
         self._faults = 0
         self._added = 0
@@ -99,6 +102,10 @@ class Serving:
         if releases.disturbs(requests):
             self._let_go()
 
+    def switched(self) -> None:
+        """Follow the switch: at the next lookup and the next idle pass. From any thread."""
+        self.overlays = self.switch.level != "off" and not self._deterministic
+
     def stop(self, reason: str) -> None:
         """Tune no more in this process; learned rows stay in use."""
         if self.state != "off":
@@ -109,7 +116,7 @@ class Serving:
     def loaded(self, model_runner: Any) -> None:
         """After the weights of a model (or of its draft model) are there, before any graph is captured."""
         if releases.deterministic():
-            self.overlays = False
+            self.overlays, self._deterministic = False, True
             self._never = "deterministic inference is on, so SGLang's fixed configs stand"
             logger.info("MoE autotune stands aside: %s.", self._never)
             return
@@ -128,7 +135,7 @@ class Serving:
             self._attach(scheduler)
         if self._never or self.tuner is None:
             return False
-        if reason := releases.why_not_now(scheduler):
+        if reason := self._why_switched_off() or releases.why_not_now(scheduler):
             self._stand_aside(reason)
             return False
         quiet_s = now - self._last_request_s
@@ -152,6 +159,10 @@ class Serving:
         if result == "worked":
             self._observe(began_s)
         return result == "worked"
+
+    def _why_switched_off(self) -> str:
+        level = self.switch.level
+        return "" if level == "on" else f"switched to {level!r} by {self.switch.by}"
 
     def _step(self, *, deep_idle: bool) -> Step:
         """One step of the tuner. A fault drops its job, and the tuner goes on with another one; after a few in a
@@ -184,6 +195,8 @@ class Serving:
     def start(self, device: Device) -> None:
         """Open the store of the device's environment, publish what it holds, and get ready to tune."""
         self.device, self.overlay.source = device, device.source
+        self.switch.of_file = switch.read(self.root)
+        self.switched()
         self.store = Store.open(self.root, device.environment, read_only=self.settings.mode == "read-only")
         self.overlay.publish_stored(self.store.contents)
         if self.settings.mode != "read-only":

@@ -73,6 +73,9 @@ class LiveStatus(msgspec.Struct, frozen=True, kw_only=True):
     """hooked path -> is our hook really in place"""
     state: State = "idle"
     reason: str = ""
+    switch: str = "on"
+    """``off``: rows are not served and nothing is tuned; ``rows``: served, nothing is tuned"""
+    switched_by: str = ""
     epoch: int = 0
     queue: tuple[tuple[str, int], ...] = ()
     """(slug, M) to be tuned, hottest first"""
@@ -262,7 +265,7 @@ class Difference(NamedTuple):
     """(who, value), in the order of the servers"""
 
 
-_COMPARED = ("sglang", "triton", "mode", "epoch", "rows")
+_COMPARED = ("sglang", "triton", "mode", "switch", "epoch", "rows")
 
 
 def differences(servers: tuple[Server, ...]) -> tuple[Difference, ...]:

@@ -87,6 +87,8 @@ def server(entry: Server, now_unix_s: float) -> list[RenderableType]:
         head.append(f" {live.current[0]} M={live.current[1]}")
     if live.reason:
         head.append(f" ({live.reason})")
+    elif live.switch != "on":
+        head.append(f" (switched to {live.switch!r} by {live.switched_by})")
     about = (
         live.device_name,
         live.sglang and f"SGLang {live.sglang}",

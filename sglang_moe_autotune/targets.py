@@ -48,8 +48,9 @@ LOAD = HookTarget("sglang.srt.model_executor.model_runner", "ModelRunner.load_mo
 REQUESTS = HookTarget("sglang.srt.managers.scheduler", "Scheduler.process_input_requests")
 TARGETS = (LOOKUP, IDLE, BATCH, LOAD, REQUESTS)
 SERVER_INFO = HookTarget("sglang.srt.managers.scheduler", "Scheduler.get_internal_state")
-"""Not in ``TARGETS``: without it the server says less, and tunes all the same."""
-
+CONTROL = HookTarget("sglang.srt.managers.scheduler", "Scheduler.set_internal_state")
+OPTIONAL = (SERVER_INFO, CONTROL)
+"""Not in ``TARGETS``: without them the server says less, is switched by the file alone, and tunes all the same."""
 
 
 class Finding(NamedTuple):

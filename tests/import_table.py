@@ -25,11 +25,12 @@ LAYERS: dict[str, Layer] = {
         "pure",
     ),
     **dict.fromkeys(("store", "record_file", "spares", "lock_file", "whole_file", "settings", "status"), "disk"),
+    **dict.fromkeys(("switch",), "disk"),
     **dict.fromkeys(
         (
             "benchmark", "compiler", "compile_child", "launch", "layers", "releases", "correctness", "plugin",
             "timing", "scratch", "shape_notes", "listener", "live", "serving", "overlay", "device",
-            "metrics", "server_info", "offline", "machine", "stand_in", "warm",
+            "metrics", "server_info", "controls", "offline", "machine", "stand_in", "warm",
         ),
         "edge",
     ),
@@ -41,7 +42,7 @@ LAYERS: dict[str, Layer] = {
     ),
     **dict.fromkeys(("export", "remote", "trials"), "disk"),
     **dict.fromkeys(
-        ("shell", "config_folder", "explain", "edit", "editing", "importing", "plot", "report", "watch"),
+        ("shell", "config_folder", "explain", "edit", "editing", "importing", "plot", "report", "watch", "switching"),
         "people",
     ),
 }  # fmt: skip
