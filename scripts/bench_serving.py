@@ -419,8 +419,8 @@ def draw(findings: dict[str, Any], path: Path) -> str:
             shares = [(i + 1) / len(values) for i in range(len(values))]
             axes.step(values, shares, where="post", label=f"{name} (n={len(values)})")
         axes.set_xlabel(label)
-        axes.set_xscale("log")
         axes.grid(alpha=0.3)
+    right.set_xscale("log")
     left.set_ylabel("share of requests")
     left.legend(loc="lower right", fontsize=8)
     share = findings["ttft"]["share_met"]

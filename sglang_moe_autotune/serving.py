@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from sglang_moe_autotune.device import Device
-    from sglang_moe_autotune.lookup import CallKey, Missed
+    from sglang_moe_autotune.lookup import Call, Missed
     from sglang_moe_autotune.metrics import Metrics
     from sglang_moe_autotune.records import Origin, Record, ShapeNote
     from sglang_moe_autotune.status import State
@@ -81,12 +81,12 @@ class Serving:
         self._captured: Any = {}
         self._last_request_s = self._last_idle_s = time.monotonic()
 
-    def answer(self, key: CallKey, M: int, return_down_config: bool) -> Any | None:  # noqa: N803
+    def answer(self, key: Call, M: int, return_down_config: bool) -> Any | None:  # noqa: N803
         """A learned row; None on a miss or under SGLang's own ``override_config``."""
         answer = self.lookup.answer(key, M, return_down_config)
         return None if answer is not None and releases.overridden() else answer
 
-    def missed(self, key: CallKey, M: int, answer: Any) -> None:  # noqa: N803
+    def missed(self, key: Call, M: int, answer: Any) -> None:  # noqa: N803
         if not releases.overridden():
             self.lookup.miss(key, M, answer)
 
@@ -169,7 +169,7 @@ class Serving:
         row it is the fence's turn."""
         assert self.tuner is not None  # noqa: S101 - for the type checker
         try:
-            with self.compiles.tuning():
+            with self.compiles:
                 return self.tuner.step(deep_idle=deep_idle)
         except Exception:
             self._faults += 1
@@ -260,8 +260,9 @@ class Serving:
 
     def _take_news(self, now: float) -> bool:
         """Misses and heat into the tuner, notes into the store; True if that cost what a slice may cost."""
-        for miss in self.lookup.take_seen(_NEWS_AT_ONCE):
-            self._add(miss)
+        if self.lookup.seen:
+            for miss in self.lookup.take_seen(_NEWS_AT_ONCE):
+                self._add(miss)
         if served := self.heat.take(self._captured):
             self._notes.count(served)
             assert self.tuner is not None  # noqa: S101 - for the type checker
