@@ -206,6 +206,23 @@ def why_not_now(scheduler: Any) -> str:
     return ""
 
 
+def capturing() -> bool:
+    """Is the current stream being captured? Then whatever is launched would become part of a graph."""
+    import torch  # noqa: PLC0415 - imported by SGLang long before
+
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
+def request_sockets(scheduler: Any) -> tuple[Any, ...]:
+    """The ZeroMQ sockets that this rank receives requests by. They are the scheduler's own attributes in 0.5.11; ranks
+    that receive by broadcast have None, SGLang's test runtime a proxy, and the Rust server (0.5.20 on) uses none."""
+    if getattr(scheduler, "rust_server", None) is not None:
+        return ()
+    channels = getattr(scheduler, "ipc_channels", scheduler)
+    found = (getattr(channels, name, None) for name in ("recv_from_tokenizer", "recv_from_rpc"))
+    return tuple(s for s in found if type(s).__module__.startswith("zmq."))
+
+
 def disturbs(requests: Any) -> bool:
     """Does a received request pause the engine, or move weights, caches or adapters?"""
     return any(_DISTURBING.search(type(request).__name__) for request in requests)

@@ -46,7 +46,7 @@ def describe(serving: Serving) -> dict[str, Any]:
         "gpu_s": tuner.gpu_s if tuner is not None else 0.0,
         "gpu_s_last_hour": serving.budget.last_hour_s,
         "budget_s": serving.settings.budget_s,
-        "idle_s": serving.idle_s,
+        "idle_s": serving.idle_time.total_s,
         "compile": dict(compiler.counts) if compiler is not None else {},
         "compiles_for_tuning": serving.compiles.for_tuning,
         "store": {"path": str(store.path), "state": store.state} if store is not None else None,

@@ -7,17 +7,20 @@ import os
 import time
 from typing import TYPE_CHECKING, Any
 
-from sglang_moe_autotune import __version__, live, metrics, releases, switch
+from sglang_moe_autotune import __version__, deaths, live, metrics, pace, releases, switch
 from sglang_moe_autotune.budget import Budget
 from sglang_moe_autotune.device import open_device
+from sglang_moe_autotune.doorbell import Doorbell
 from sglang_moe_autotune.heat import Heat
+from sglang_moe_autotune.idle_time import IdleTime
 from sglang_moe_autotune.layers import call_key, find_layers
 from sglang_moe_autotune.listener import CompileCount
+from sglang_moe_autotune.marked import MarkedProvider
 from sglang_moe_autotune.overlay import Overlay
 from sglang_moe_autotune.prior import Prior, find_files
 from sglang_moe_autotune.settings import Settings, cache_root
 from sglang_moe_autotune.shape_notes import ShapeNotes
-from sglang_moe_autotune.store import Store
+from sglang_moe_autotune.store import Store, file_name
 from sglang_moe_autotune.switch import Switch
 from sglang_moe_autotune.trials import TrialLog
 from sglang_moe_autotune.tuner import Step, Tuner, TunerOptions
@@ -68,7 +71,10 @@ class Serving:
         self.device: Device | None = None
         self.root = cache_root(settings, os.environ)
         self.since_unix_s = time.time()
-        self.idle_s = 0.0
+        self.watch = pace.Watch()
+        self.mark: deaths.Mark | None = None
+        self.died = ""
+        """why nothing is tuned after deaths; from any thread"""
         self.slices = 0
         self.metrics: Metrics | None = None
         self.budget = Budget(settings.budget_s)
@@ -79,7 +85,12 @@ class Serving:
         self._added = 0
         self._notes = ShapeNotes(self._submit_note)
         self._captured: Any = {}
-        self._last_request_s = self._last_idle_s = time.monotonic()
+        self._doorbell: Doorbell | None = None
+        self._marked: MarkedProvider | None = None
+        self._window = 0
+        """slices since the last request"""
+        self._last_request_s = time.monotonic()
+        self.idle_time = IdleTime(self._last_request_s)
 
     def answer(self, key: Call, M: int, return_down_config: bool) -> Any | None:  # noqa: N803
         """A learned row; None on a miss or under SGLang's own ``override_config``."""
@@ -135,34 +146,52 @@ class Serving:
             self._attach(scheduler)
         if self._never or self.tuner is None:
             return False
-        if reason := self._why_switched_off() or releases.why_not_now(scheduler):
+        if reason := self._why_not_now(scheduler, now):
             self._stand_aside(reason)
             return False
         quiet_s = now - self._last_request_s
-        self.idle_s += min(now - self._last_idle_s, 1.0)
-        self._last_idle_s = now
+        deep = quiet_s >= self.settings.deep_idle_s
+        self.idle_time.passed(now, quiet_s, deep=deep, queued=self.state in {"tuning", "waiting"})
         if quiet_s < self.settings.grace_s:
-            self.state = "busy"
+            self.state, self._window = "busy", 0
             return False
+        if self._doorbell is not None and self._doorbell.rung():
+            return False
+        return self._turn(self.tuner, now, deep=deep)
+
+    def _turn(self, tuner: Tuner, now: float, *, deep: bool) -> bool:
+        """At most one slice; True if it did work."""
         began_s = time.perf_counter()
         if self._take_news(now):
-            self._observe(began_s)
+            self._observe(began_s, now)
             return True
         if not self.budget.left(now):
             self._stand_aside(f"this hour's {self.settings.budget_s:g} GPU seconds are spent")
             return False
-        before_s = self.tuner.gpu_s
-        result = self._step(deep_idle=quiet_s >= self.settings.deep_idle_s)
-        self.slices += self.tuner.gpu_s > before_s
-        self.budget.spent_until(self.tuner.gpu_s)
+        if releases.capturing():
+            self._stand_aside("graphs are being captured")
+            return False
+        before_s = tuner.gpu_s
+        self._pace_slice()
+        result = self._step(deep_idle=deep)
         self.state, self.reason = _STATES[result], ""
         if result == "worked":
-            self._observe(began_s)
+            self.slices += tuner.gpu_s > before_s
+            self.budget.spent_until(tuner.gpu_s)
+            self._observe(began_s, now)
         return result == "worked"
 
-    def _why_switched_off(self) -> str:
-        level = self.switch.level
-        return "" if level == "on" else f"switched to {level!r} by {self.switch.by}"
+    def _why_not_now(self, scheduler: Any, now: float) -> str:
+        """Why this pass launches nothing: the first reason of the table in docs/limits.md that holds."""
+        return self.switch.why or self.died or self.watch.why_paused(now) or releases.why_not_now(scheduler)
+
+    def _pace_slice(self) -> None:
+        """The first slices of a window are small: a request often comes soon after another."""
+        self._window += 1
+        if self._window in {1, pace.SMALL_SLICES + 1} and self.device is not None:
+            provider: Any = self.device.provider
+            share = pace.SMALL_SHARE if self._window == 1 else 1.0
+            provider.slice_us = share * self.settings.slice_us
 
     def _step(self, *, deep_idle: bool) -> Step:
         """One step of the tuner. A fault drops its job, and the tuner goes on with another one; after a few in a
@@ -179,10 +208,15 @@ class Serving:
                 logger.exception("MoE autotune put an M off because of a fault in tuning it.")
             return "worked"
 
-    def _observe(self, began_s: float) -> None:
+    def _observe(self, began_s: float, now: float) -> None:
         """Note how long a pass kept the scheduler: what a request may have waited for."""
+        taken_s = time.perf_counter() - began_s
         if self.metrics is not None:
-            self.metrics.slices_s.append(time.perf_counter() - began_s)
+            self.metrics.slices_s.append(taken_s)
+        launch_us = self._marked.launch_us if self._marked is not None else 0.0
+        bound_us = pace.bound_us(launch_us, self.settings.slice_us)
+        if (pause := self.watch.observe(taken_s * 1e6, bound_us, now)) is not None and self.watch.pauses == 1:
+            logger.warning("MoE autotune is %s. Later pauses are not logged; status shows them.", pause.reason)
 
     def _scratch_bytes(self) -> int:
         return getattr(self.device.provider, "scratch_bytes", 0) if self.device is not None else 0
@@ -197,12 +231,17 @@ class Serving:
         self.device, self.overlay.source = device, device.source
         self.switch.of_file = switch.read(self.root)
         self.switched()
-        self.store = Store.open(self.root, device.environment, read_only=self.settings.mode == "read-only")
+        self.died = deaths.sentence(deaths.read(self.root, file_name(device.environment)))
+        if self.died:
+            self.state, self.reason = "off", f"read-only: {self.died}"
+            logger.warning("MoE autotune starts read-only: %s.", self.died)
+        self.store = Store.open(self.root, device.environment, read_only=self.read_only)
         self.overlay.publish_stored(self.store.contents)
-        if self.settings.mode != "read-only":
+        if not self.read_only:
+            self.mark = deaths.Mark.open(self.root, file_name(device.environment))
             options = TunerOptions(
                 min_gain=self.settings.min_gain_percent / 100,
-                slice_us=self.settings.slice_us,
+                slice_us=pace.longest_launch_us(self.settings.slice_us),
                 seed=self.settings.seed,
                 source=device.source,
                 sglang=releases.version(),
@@ -210,12 +249,17 @@ class Serving:
             )
             prior = Prior(find_files(releases.shipped_folder()), device.environment.device_name)
             limit = device.environment.shared_memory_bytes
+            provider = self._marked = MarkedProvider(device.provider, self.mark)
             tried = TrialLog(self.root, device.environment).put
-            self.tuner = Tuner(device.provider, self._learned, prior, options, shared_memory_bytes=limit, tried=tried)
+            self.tuner = Tuner(provider, self._learned, prior, options, shared_memory_bytes=limit, tried=tried)
             for record in self.store.contents.records.values():
                 if record.source in ("pinned", "imported", device.source):  # what a recording taught is of no use here
                     self.tuner.learn(record)
         live.start(self)
+
+    @property
+    def read_only(self) -> bool:
+        return self.settings.mode == "read-only" or (bool(self.died) and self.tuner is None)
 
     def _attach(self, scheduler: Any) -> None:
         self._attached = True
@@ -223,6 +267,7 @@ class Serving:
         if self._never:
             self.state, self.reason = "off", self._never
             logger.info("MoE autotune tunes nothing in this server: %s.", self._never)
+        self._doorbell = Doorbell(scheduler)
         self._captured = releases.captured_sizes(scheduler)
         self.metrics = metrics.of(scheduler)
 
@@ -246,6 +291,7 @@ class Serving:
         """The tuner's sink: keep the record, and serve it where that is allowed."""
         assert self.store is not None  # noqa: S101 - for the type checker
         self._faults = 0
+        self.idle_time.settled += 1
         self.store.submit(record=record)
         if record.verdict != "faster":
             return

@@ -69,6 +69,13 @@ class Switch:
         return min(self.of_file, self.asked, key=LEVELS.index)
 
     @property
+    def why(self) -> str:
+        """Why nothing is tuned; "" where it is on. Asked in every idle pass."""
+        if self.of_file == self.asked == "on":
+            return ""
+        return f"switched to {self.level!r} by {self.by}"
+
+    @property
     def by(self) -> str:
         """Who keeps it below ``on``, for people; "" where it is on."""
         who = (("the file switch in the store", self.of_file), ("a request", self.asked))

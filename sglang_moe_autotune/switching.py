@@ -6,7 +6,7 @@ from pathlib import Path  # noqa: TC003 - click reads the annotations of a comma
 
 import click
 
-from sglang_moe_autotune import shell, switch, watch
+from sglang_moe_autotune import deaths, shell, switch, watch
 from sglang_moe_autotune.selection import Unusable
 
 
@@ -31,7 +31,11 @@ def off_command(folder: Path | None, *, as_json: bool, keep_rows: bool) -> None:
 )
 @shell.options("dir", "json")
 def on_command(folder: Path | None, *, as_json: bool) -> None:
-    """Take back `off`: running servers serve learned rows again, and tune, within a few seconds."""
+    """Take back `off`: running servers serve learned rows again, and tune, within a few seconds.
+
+    Deaths in first launches are forgotten too: after two of them servers start read-only, and tune again from their
+    next start on.
+    """
     _turn(folder, "on", as_json=as_json)
 
 
@@ -46,12 +50,15 @@ def _turn(folder: Path | None, level: switch.Level, *, as_json: bool) -> None:
     root = shell.root(folder)
     try:
         path = switch.write(root, level)
+        forgotten = deaths.clear(root) if level == "on" else 0
     except OSError as error:
         raise Unusable(f"{root / switch.FILE} cannot be written ({error.strerror}): write the word by hand") from error
     servers = watch.running(root)
     if as_json:
-        shell.emit({"switch": level, "path": str(path), "servers": len(servers)})
+        shell.emit({"switch": level, "path": str(path), "servers": len(servers), "deaths_forgotten": forgotten})
         return
     click.echo(_SAYS[level])
     when = ", within a few seconds" if servers else ""
+    if forgotten:
+        click.echo(f"deaths in a first launch, forgotten: {forgotten}; a server that started read-only stays so")
     click.echo(f"running servers on {root}: {len(servers)}{when}")

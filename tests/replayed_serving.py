@@ -48,7 +48,7 @@ def replayed_serving(ms: tuple[int, ...] = (8, 64, 512), deferred: int | None = 
         device=SimpleNamespace(provider=provider),
         budget=Budget(600.0),
         slices=0,
-        idle_s=1.5,
+        idle_time=SimpleNamespace(total_s=1.5),
         compiles=SimpleNamespace(for_tuning=0),
         overlay=SimpleNamespace(shapes=(SMALL,)),
     )
