@@ -18,6 +18,8 @@ from sglang_moe_autotune import controls, server_info
 from sglang_moe_autotune.settings import Settings
 from sglang_moe_autotune.targets import (
     BATCH,
+    CAPTURE,
+    CAPTURE_BEFORE_0516,
     CONTROL,
     IDLE,
     LOAD,
@@ -69,6 +71,7 @@ _FENCES = {
     LOAD.name: Fence("load", "nothing stored is used and nothing is tuned"),
     REQUESTS.name: Fence("request", "nothing is tuned any more, learned rows stay in use"),
     SERVER_INFO.name: Fence("server info", "/server_info does not show it any more"),
+    CAPTURE.name: Fence("capture", "nothing more is tuned before the graphs are captured"),
     CONTROL.name: Fence("control", "/set_internal_state does not switch it any more, the file does"),
 }
 _LOOKUP_FENCE = _FENCES[LOOKUP.name]
@@ -101,7 +104,8 @@ def register() -> None:
     for target, (hook, kind) in _HOOKS.items():
         HookRegistry.register(target.path, hook, HookType[kind])
     for target, (hook, kind) in _OPTIONAL_HOOKS.items():
-        if _why_unusable(target) is None:
+        wanted = hook is not on_capture or settings.startup_s > 0
+        if wanted and _why_unusable(target) is None:
             HookRegistry.register(target.path, hook, HookType[kind])
 
 
@@ -205,9 +209,17 @@ def on_control(_scheduler: Any, request: Any, *_args: Any, **_kwargs: Any) -> No
         _FENCES[CONTROL.name].call(controls.take, request, _serving)
 
 
+def on_capture(model_runner: Any, *_args: Any, **_kwargs: Any) -> None:
+    """BEFORE the graphs of a model are captured: the window that ``startup_s`` opens."""
+    if _serving is not None:
+        _FENCES[CAPTURE.name].call(_serving.before_capture, model_runner)
+
+
 _OPTIONAL_HOOKS: dict[HookTarget, tuple[Callable[..., Any], str]] = {
     SERVER_INFO: (on_server_info, "AFTER"),
     CONTROL: (on_control, "BEFORE"),
+    CAPTURE: (on_capture, "BEFORE"),
+    CAPTURE_BEFORE_0516: (on_capture, "BEFORE"),
 }
 """as ``_HOOKS``; these are left out where the target is gone"""
 

@@ -239,6 +239,21 @@ def batch_tokens(scheduler: Any, batch: Any) -> tuple[BatchKind, int] | None:
     return "decode", len(requests) * drafts
 
 
+def sizes_to_capture(model_runner: Any) -> dict[BatchKind, list[int]]:
+    """Tokens of the graphs that will be captured, by kind. SGLang leaves sizes out that its pools do not hold, and adds
+    the pool's own: these cost a search, or miss one."""
+    args = model_runner.server_args
+    config = config_module()
+    graphs = config.get_exec().graph.cuda_graph_config if hasattr(config, "get_exec") else args
+    graphs = getattr(graphs, "cuda_graph_config", graphs)
+    drafts = getattr(args, "speculative_num_draft_tokens", None) or 1
+    if hasattr(graphs, "decode"):  # 0.5.16 on
+        found = graphs.decode.bs, graphs.prefill.bs
+    else:
+        found = getattr(graphs, "cuda_graph_bs", None), getattr(graphs, "piecewise_cuda_graph_tokens", None)
+    return {"decode": sorted(bs * drafts for bs in found[0] or ()), "prefill": sorted(found[1] or ())}
+
+
 def captured_sizes(scheduler: Any) -> Mapping[BatchKind, Sequence[int]]:
     """Tokens of the captured graphs by kind, ascending; what a release does not show is left out."""
     model_runner = getattr(getattr(scheduler, "tp_worker", None), "model_runner", None)

@@ -7,9 +7,9 @@ import os
 import time
 from typing import TYPE_CHECKING, Any
 
-from sglang_moe_autotune import __version__, deaths, live, metrics, pace, releases, switch
+from sglang_moe_autotune import __version__, deaths, live, metrics, pace, releases, startup, switch
 from sglang_moe_autotune.budget import Budget
-from sglang_moe_autotune.device import open_device
+from sglang_moe_autotune.device import make_tuner, open_device
 from sglang_moe_autotune.doorbell import Doorbell
 from sglang_moe_autotune.heat import Heat
 from sglang_moe_autotune.idle_time import IdleTime
@@ -17,22 +17,22 @@ from sglang_moe_autotune.layers import call_key, find_layers
 from sglang_moe_autotune.listener import CompileCount
 from sglang_moe_autotune.marked import MarkedProvider
 from sglang_moe_autotune.overlay import Overlay
-from sglang_moe_autotune.prior import Prior, find_files
 from sglang_moe_autotune.settings import Settings, cache_root
 from sglang_moe_autotune.shape_notes import ShapeNotes
 from sglang_moe_autotune.store import Store, file_name
 from sglang_moe_autotune.switch import Switch
 from sglang_moe_autotune.trials import TrialLog
-from sglang_moe_autotune.tuner import Step, Tuner, TunerOptions
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from sglang_moe_autotune.bench import BenchmarkProvider
     from sglang_moe_autotune.device import Device
     from sglang_moe_autotune.lookup import Call, Missed
     from sglang_moe_autotune.metrics import Metrics
     from sglang_moe_autotune.records import Origin, Record, ShapeNote
     from sglang_moe_autotune.status import State
+    from sglang_moe_autotune.tuner import Step, Tuner
 
 logger = logging.getLogger("sglang.moe_autotune")
 
@@ -85,6 +85,7 @@ class Serving:
         self._added = 0
         self._notes = ShapeNotes(self._submit_note)
         self._captured: Any = {}
+        self._startup_done = False
         self._doorbell: Doorbell | None = None
         self._marked: MarkedProvider | None = None
         self._window = 0
@@ -239,23 +240,22 @@ class Serving:
         self.overlay.publish_stored(self.store.contents)
         if not self.read_only:
             self.mark = deaths.Mark.open(self.root, file_name(device.environment))
-            options = TunerOptions(
-                min_gain=self.settings.min_gain_percent / 100,
-                slice_us=pace.longest_launch_us(self.settings.slice_us),
-                seed=self.settings.seed,
-                source=device.source,
-                sglang=releases.version(),
-                driver=releases.driver_version(),
-            )
-            prior = Prior(find_files(releases.shipped_folder()), device.environment.device_name)
-            limit = device.environment.shared_memory_bytes
-            provider = self._marked = MarkedProvider(device.provider, self.mark)
-            tried = TrialLog(self.root, device.environment).put
-            self.tuner = Tuner(provider, self._learned, prior, options, shared_memory_bytes=limit, tried=tried)
-            for record in self.store.contents.records.values():
-                if record.source in ("pinned", "imported", device.source):  # what a recording taught is of no use here
-                    self.tuner.learn(record)
+            self._marked = MarkedProvider(device.provider, self.mark)
+            self.tuner = self.new_tuner(self._marked)
         live.start(self)
+
+    def new_tuner(self, provider: BenchmarkProvider) -> Tuner:
+        """A tuner that knows what is stored and serves what it learns."""
+        assert self.device is not None  # noqa: S101 - for the type checker
+        assert self.store is not None  # noqa: S101 - as above
+        tried = TrialLog(self.root, self.device.environment).put
+        return make_tuner(self.device, provider, self.settings, self.store.contents, self._learned, tried)
+
+    def before_capture(self, model_runner: Any) -> None:
+        """Once, when all that graphs need is there but the graphs."""
+        if not self._startup_done:
+            self._startup_done = True
+            startup.tune(self, model_runner)
 
     @property
     def read_only(self) -> bool:

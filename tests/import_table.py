@@ -30,7 +30,7 @@ LAYERS: dict[str, Layer] = {
         (
             "benchmark", "compiler", "compile_child", "launch", "layers", "releases", "correctness", "plugin",
             "timing", "scratch", "shape_notes", "listener", "live", "serving", "overlay", "device",
-            "metrics", "server_info", "controls", "doorbell", "offline", "machine", "stand_in", "warm",
+            "metrics", "server_info", "controls", "doorbell", "startup", "offline", "machine", "stand_in", "warm",
         ),
         "edge",
     ),
