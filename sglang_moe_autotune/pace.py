@@ -8,6 +8,9 @@ from typing import Final, NamedTuple
 HARD_US: Final = 2000.0
 """what a request may wait for, except for launches of deep idle"""
 
+LOAD_US: Final = 5000.0
+"""what a pass may take that launches nothing: loading a binary is one call of the driver, of about 2 ms"""
+
 UNKNOWN_RATIO: Final = 4.0
 """A candidate that never ran is taken to be this many times slower than its baseline at most: of the launches that were
 recorded on an H200 99 % are up to 1,024 tokens."""
@@ -25,7 +28,7 @@ _HOST_US: Final = 100.0
 _LONG_FACTOR: Final = 8.0
 _WINDOW_S: Final = 60.0
 _FIRST_PAUSE_S: Final = 10.0
-_LONGEST_PAUSE_S: Final = 3600.0
+_LONGEST_PAUSE_S: Final = 600.0
 
 
 def longest_launch_us(slice_us: float) -> float:
@@ -34,8 +37,10 @@ def longest_launch_us(slice_us: float) -> float:
     return min(slice_us, (HARD_US - _HOST_US) / (1 + UNKNOWN_RATIO))
 
 
-def bound_us(launch_us: float, slice_us: float) -> float:
+def bound_us(launch_us: float, slice_us: float, *, launched: bool) -> float:
     """What a pass may take that works on launches of this length; those of deep idle have a bound of their own."""
+    if not launched:
+        return LOAD_US
     if launch_us <= longest_launch_us(slice_us):
         return HARD_US
     return HARD_US + _LONG_FACTOR * launch_us
@@ -52,12 +57,14 @@ class Pause(NamedTuple):
 
     until_s: float
     reason: str
+    longest: str
+    """the pass that was one too many, for the log"""
 
 
 class Watch:
     """Counts how long passes took, and pauses tuning where a bound was broken twice within a minute.
 
-    A pause doubles with each one, from ten seconds to an hour; after an hour without it starts small again.
+    A pause doubles with each one, from ten seconds to ten minutes; after ten minutes without it starts small again.
     """
 
     def __init__(self) -> None:
@@ -82,11 +89,10 @@ class Watch:
             return None
         if now_s - self._paused_until_s > _LONGEST_PAUSE_S:
             self._pause_s = _FIRST_PAUSE_S
-        reason = (
-            f"paused for {self._pause_s:g} s: two passes of tuning within a minute took longer than they may,"
-            f" the last one {taken_us / 1e3:.1f} ms of {bound / 1e3:.1f}"
-        )
-        self.pause = Pause(now_s + self._pause_s, reason)
+        # No figure but the pause in it: it is a label of a metric.
+        reason = f"paused for {self._pause_s:g} s: two passes of tuning within a minute took longer than they may"
+        longest = f"{taken_us / 1e3:.1f} ms of {bound / 1e3:.1f}"
+        self.pause = Pause(now_s + self._pause_s, reason, longest)
         self._pause_s = min(_LONGEST_PAUSE_S, 2 * self._pause_s)
         self._paused_until_s, self._last_break_s = self.pause.until_s, float("-inf")
         self.pauses += 1

@@ -164,7 +164,7 @@ class Serving:
         """At most one slice; True if it did work."""
         began_s = time.perf_counter()
         if self._take_news(now):
-            self._observe(began_s, now)
+            self._observe(began_s, now, launched=False)
             return True
         if not self.budget.left(now):
             self._stand_aside(f"this hour's {self.settings.budget_s:g} GPU seconds are spent")
@@ -177,9 +177,10 @@ class Serving:
         result = self._step(deep_idle=deep)
         self.state, self.reason = _STATES[result], ""
         if result == "worked":
-            self.slices += tuner.gpu_s > before_s
+            launched = tuner.gpu_s > before_s
+            self.slices += launched
             self.budget.spent_until(tuner.gpu_s)
-            self._observe(began_s, now)
+            self._observe(began_s, now, launched=launched)
         return result == "worked"
 
     def _why_not_now(self, scheduler: Any, now: float) -> str:
@@ -209,15 +210,15 @@ class Serving:
                 logger.exception("MoE autotune put an M off because of a fault in tuning it.")
             return "worked"
 
-    def _observe(self, began_s: float, now: float) -> None:
+    def _observe(self, began_s: float, now: float, *, launched: bool) -> None:
         """Note how long a pass kept the scheduler: what a request may have waited for."""
         taken_s = time.perf_counter() - began_s
         if self.metrics is not None:
             self.metrics.slices_s.append(taken_s)
         launch_us = self._marked.launch_us if self._marked is not None else 0.0
-        bound_us = pace.bound_us(launch_us, self.settings.slice_us)
+        bound_us = pace.bound_us(launch_us, self.settings.slice_us, launched=launched)
         if (pause := self.watch.observe(taken_s * 1e6, bound_us, now)) is not None and self.watch.pauses == 1:
-            logger.warning("MoE autotune is %s. Later pauses are not logged; status shows them.", pause.reason)
+            logger.warning("MoE autotune %s, the last one %s. Status shows later pauses.", pause.reason, pause.longest)
 
     def _scratch_bytes(self) -> int:
         return getattr(self.device.provider, "scratch_bytes", 0) if self.device is not None else 0

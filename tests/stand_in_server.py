@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 PIECE_S = 0.002
-GRACE_NS = 20_000_000
+GRACE_NS = 60_000_000
 
 
 class StandIn:

@@ -132,7 +132,7 @@ def test_events_are_read_up_to_the_one_that_is_being_written(text: bytes, events
 
 def run(folder: Path, *more: str, **how: Any) -> tuple[int, dict[str, Any]]:
     StandInBench.how = {"slice_s": 0.001, **how}
-    line = ["--out", str(folder), "--warm-s", "0", "--turns", "2", "--turn-s", "2", "--rate", "12",
+    line = ["--out", str(folder), "--warm-s", "0", "--turns", "2", "--turn-s", "3", "--rate", "4",
             "--steady-s", "0.4", "--streams", "2", *more]  # fmt: skip
     code = bench_serving.main(line, make=StandInBench)
     return code, json.loads((folder / "serving.json").read_text())
@@ -145,7 +145,7 @@ def held(found: dict[str, Any]) -> dict[str, bool]:
 def test_a_run_on_a_stand_in_measures_its_slices(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     _, found = run(tmp_path, "--part", "ttft", "--part", "micro")
     ttft, checks = found["ttft"], held(found)
-    assert ttft["requests"]["on"] == ttft["requests"]["off"] > 20
+    assert ttft["requests"]["on"] == ttft["requests"]["off"] > 10
     assert checks["the run counts: requests that met a slice"]
     assert checks["the run counts: rows learned in it"]
     assert checks["slices begun while a request ran"]
@@ -211,6 +211,7 @@ def timed_hooks() -> dict[str, object]:
     made = replayed_serving(deferred=None)
     base = made.tuner
     kwargs = {"clock": base._clock, "space": base._space}
+    serving.watch.observe = lambda *_: None  # a recording is slower than a GPU, and would make tuning pause
     serving.tuner = tuner.Tuner(base._provider, base._sink, base._prior, base.options, **kwargs)
     for (shape, m), entry in base._agenda.entries.items():
         serving.tuner.add(shape, m, entry.baseline)

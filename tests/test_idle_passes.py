@@ -343,7 +343,69 @@ def test_tuning_pauses_itself_when_two_passes_were_too_long_and_says_so_once(wor
     assert told["pauses"] == 2
     assert len(told["log"]) == 1
     assert "3.0 ms of 2.0" in told["log"][0]
+    assert told["rows"][-1][1] == "standing aside"
     assert told["abandoned"] == 2
+
+
+# -- memory -------------------------------------------------------------------------------------------------------
+
+
+def little_memory(free_mib: int) -> list[list[object]]:
+    from types import SimpleNamespace
+
+    import torch
+
+    from sglang_moe_autotune import benchmark, releases
+    from sglang_moe_autotune.scratch import scratch_bytes
+    from sglang_moe_autotune.shapes import ConfigPair, KernelConfig, MoeShape
+
+    kept = torch.cuda.mem_get_info, torch.cuda.current_device
+    torch.cuda.mem_get_info, torch.cuda.current_device = lambda: (free_mib << 20, 140 << 30), lambda: 0
+    shape = MoeShape((256, 512, 3072), (256, 3072, 256), 8)
+    tile = KernelConfig(16, 32, 64, 1)
+    lent = benchmark.Lent(lambda _: [1, 2], releases.invoke_function(), None, lambda: 0)
+    provider = benchmark.DeviceProvider(lent, SimpleNamespace(recover=lambda: None), 128 << 20, 500.0)
+    found = []
+    try:
+        for m in (16, 512, 4096, 16384):
+            opened = provider.open(shape, m, ConfigPair(tile, tile))
+            found.append([m, scratch_bytes(shape, m, flush=False) >> 20, opened if isinstance(opened, str) else ""])
+    finally:
+        torch.cuda.mem_get_info, torch.cuda.current_device = kept
+    return found
+
+
+@pytest.mark.sglang
+@pytest.mark.parametrize("free_mib", [512, 200])
+def test_c27_with_little_memory_it_tunes_what_fits_beyond_the_reserve_and_declines_the_rest(
+    world: SchedulerProcess, free_mib: int
+) -> None:
+    rows = world.run(little_memory, free_mib)
+    assert [why == "" for _, need_mib, why in rows] == [need_mib <= free_mib - 128 for _, need_mib, _ in rows]
+    assert (rows[0][2] == "") is (free_mib == 512)
+    assert f"{free_mib} MiB are free" in rows[-1][2]
+
+
+def long_prefill() -> list[object]:
+    import builtins
+    from types import SimpleNamespace
+
+    world = builtins.world  # type: ignore[attr-defined]
+    state = world.fresh()
+    found = []
+    for scratch_mib, tokens in ((500, 8192), (500, 64), (100, 8192), (0, 8192)):
+        state.device = SimpleNamespace(provider=SimpleNamespace(scratch_bytes=scratch_mib << 20, slice_us=0.0))
+        before = state.tuner.abandoned
+        mode = SimpleNamespace(is_extend=lambda: True)
+        batch = SimpleNamespace(reqs=[SimpleNamespace(rid="user")], forward_mode=mode, extend_num_tokens=tokens)
+        world.plugin.on_batch(world.Scheduler(), batch)
+        found.append(state.tuner.abandoned - before)
+    return found
+
+
+@pytest.mark.sglang
+def test_c27_a_long_prefill_gets_the_scratch_back_before_it_runs(world: SchedulerProcess) -> None:
+    assert world.run(long_prefill) == [1, 0, 0, 0]
 
 
 # -- a request that waits -----------------------------------------------------------------------------------------
