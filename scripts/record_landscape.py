@@ -131,7 +131,7 @@ class Recording:
                     time.sleep(0.01)
                 continue
             fruitless = 0
-            samples = self._measure(bench, gemm, config, SAMPLES) if state == "ready" and measuring else []
+            samples = measure(bench, gemm, config, SAMPLES) if state == "ready" and measuring else []
             if samples:
                 found[gemm, config] = samples
             elif bench.readiness(gemm, config) == "failed":
@@ -142,19 +142,9 @@ class Recording:
         """Time the fastest again. The least of many noisy medians is too low, fresh samples of it are not."""
         for best, count in FINALS:
             for gemm in GEMMS:
-                ratios = {c: median(map(_log, samples)) for (g, c), samples in found.items() if g == gemm}
+                ratios = {c: median(map(log_ratio, samples)) for (g, c), samples in found.items() if g == gemm}
                 for config in sorted(ratios, key=ratios.__getitem__)[:best]:
-                    found[gemm, config] = self._measure(bench, gemm, config, count) or found[gemm, config]
-
-    def _measure(self, bench: Bench, gemm: Gemm, config: KernelConfig, count: int) -> list[Sample]:
-        samples: list[Sample] = []
-        for _ in range(MAX_DIRTY + count):
-            known = bool(samples)
-            samples += bench.measure(gemm, config, count - len(samples))
-            hopeless = not known and len(samples) == 1 and samples[0].candidate_us > 3 * samples[0].baseline_us
-            if hopeless or len(samples) >= count or bench.readiness(gemm, config) == "failed":
-                break
-        return samples
+                    found[gemm, config] = measure(bench, gemm, config, count) or found[gemm, config]
 
     def add(self, m: int, baseline: ConfigPair, found: Found) -> None:
         content, times = self.content, {}
@@ -162,7 +152,7 @@ class Recording:
             rows = {c: samples for (g, c), samples in found.items() if g == gemm}
             times[gemm] = median(s.baseline_us for samples in rows.values() for s in samples)
             content[f"{gemm}_us"][str(m)] = {
-                str(self.number[c]): _short(times[gemm] * math.exp(median(_log(s) for s in samples)))
+                str(self.number[c]): _short(times[gemm] * math.exp(median(map(log_ratio, samples))))
                 for c, samples in rows.items()
             }
         content["default"][str(m)] = {
@@ -178,7 +168,20 @@ class Recording:
         part.replace(self.path)
 
 
-def _log(sample: Sample) -> float:
+def measure(bench: Bench, gemm: Gemm, config: KernelConfig, count: int) -> list[Sample]:
+    """Up to ``count`` samples of a launch that is ready; one where it is hopelessly slow, none where it fails."""
+    samples: list[Sample] = []
+    for _ in range(MAX_DIRTY + count):
+        known = bool(samples)
+        samples += bench.measure(gemm, config, count - len(samples))
+        hopeless = not known and len(samples) == 1 and samples[0].candidate_us > 3 * samples[0].baseline_us
+        if hopeless or len(samples) >= count or bench.readiness(gemm, config) == "failed":
+            break
+    return samples
+
+
+def log_ratio(sample: Sample) -> float:
+    """Candidate to baseline."""
     return math.log(sample.candidate_us / sample.baseline_us)
 
 

@@ -20,6 +20,7 @@ from sglang_moe_autotune import (
     importing,
     objects,
     offline_cli,
+    quarantine_cli,
     report,
     selection,
     shell,
@@ -200,6 +201,7 @@ for _command in (
     editing.forget_command,
     offline_cli.tune,
     offline_cli.verify,
+    quarantine_cli.quarantine_command,
 ):
     main.add_command(_command)
 

@@ -6,15 +6,18 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from sglang_moe_autotune import pace, releases
 from sglang_moe_autotune.prior import Prior, find_files
+from sglang_moe_autotune.quarantine import Quarantine
+from sglang_moe_autotune.trials import environment_key
 from sglang_moe_autotune.tuner import Tuner, TunerOptions
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
+    from pathlib import Path
 
     from sglang_moe_autotune.bench import BenchmarkProvider
     from sglang_moe_autotune.layers import LiveLayers
     from sglang_moe_autotune.listener import CompileCount
-    from sglang_moe_autotune.records import Contents, Environment, Record, Source
+    from sglang_moe_autotune.records import Environment, Record, Source
     from sglang_moe_autotune.settings import Settings
 
 
@@ -27,8 +30,11 @@ class Device(NamedTuple):
     """the ``source`` of the records made with it"""
 
 
-def open_device(settings: Settings, layers: LiveLayers, compiles: CompileCount) -> Device:
-    """The GPU that this process serves from, with its live layers and a side process that compiles."""
+def open_device(settings: Settings, root: Path | None, layers: LiveLayers, compiles: CompileCount) -> Device:
+    """The GPU that this process serves from, with its live layers and a side process that compiles.
+
+    root: of the store, where the journal of first launches is kept.
+    """
     from sglang_moe_autotune.benchmark import DeviceProvider, Lent  # noqa: PLC0415 - needs a GPU
     from sglang_moe_autotune.compiler import Compiler  # noqa: PLC0415 - needs a GPU
 
@@ -37,7 +43,10 @@ def open_device(settings: Settings, layers: LiveLayers, compiles: CompileCount) 
     compiler = Compiler(settings.compile_processes, environment.shared_memory_bytes)
     align = releases.fused_module().moe_align_block_size
     lent = Lent(layers.of, invoke, align, lambda: compiles.compiled)
-    provider = DeviceProvider(lent, compiler, settings.reserve_mb << 20, settings.slice_us)
+    quarantine = Quarantine(root, environment_key(environment), read_only=settings.mode == "read-only")
+    provider = DeviceProvider(
+        *(lent, compiler, settings.reserve_mb << 20, settings.slice_us, quarantine), bit_equal=settings.bit_equal
+    )
     return Device(environment, provider)
 
 
@@ -53,11 +62,11 @@ def make_tuner(
     device: Device,
     provider: BenchmarkProvider,
     settings: Settings,
-    stored: Contents,
+    known: Iterable[Record],
     sink: Callable[[Record], object],
     tried: Callable[..., object],
 ) -> Tuner:
-    """A tuner for the device's environment that knows what is stored."""
+    """A tuner for the device's environment that knows these records."""
     options = TunerOptions(
         min_gain=settings.min_gain_percent / 100,
         slice_us=pace.longest_launch_us(settings.slice_us),
@@ -69,7 +78,7 @@ def make_tuner(
     prior = Prior(find_files(releases.shipped_folder()), device.environment.device_name)
     limit = device.environment.shared_memory_bytes
     tuner = Tuner(provider, sink, prior, options, shared_memory_bytes=limit, tried=tried)
-    for record in stored.records.values():
+    for record in known:
         if record.source in ("pinned", "imported", device.source):  # what a recording taught is of no use here
             tuner.learn(record)
     return tuner

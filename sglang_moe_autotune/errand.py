@@ -40,6 +40,8 @@ class Errand(msgspec.Struct, frozen=True):
     slice_us: float = 500.0
     reserve_mb: int = 1024
     compile_processes: int = 1
+    bit_equal: bool = False
+    """take only candidates whose output is the baseline's in every bit"""
     seed: int = 0
 
 

@@ -80,7 +80,7 @@ def _compare(bench: Bench, record: Record) -> Generator[Progress, None, Comparis
             yield "worked"
         yield "worked"
         if not comparison.ok:
-            return f"its output differs by {comparison.error:.3g} in case {case}"
+            return f"{comparison.reason} (case {case})"
         if worst is None or comparison.error > worst.error:
             worst = comparison
     return worst

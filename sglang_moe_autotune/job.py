@@ -83,7 +83,8 @@ class Outcome(msgspec.Struct, frozen=True):
             samples=samples,
             measured=self.measured,
             gpu_s=gpu_s,
-            max_error=self.comparison.error if self.comparison else None,
+            # Errors add up: this pair was compared with the one before, and that one with SGLang's own.
+            max_error=self.comparison.error + ((before and before.max_error) or 0.0) if self.comparison else None,
             tolerance=self.comparison.tolerance if self.comparison else None,
         )
 
@@ -219,7 +220,7 @@ class Job:
                 yield "worked"
             yield "worked"
             if not comparison.ok:
-                self.refused[pair] = f"its output differs by {comparison.error:.3g} in case {case}"
+                self.refused[pair] = f"{comparison.reason} (case {case})"
                 return False
             if worst is None or comparison.error > worst.error:
                 worst = comparison

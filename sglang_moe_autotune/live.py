@@ -74,6 +74,7 @@ def describe(serving: Serving) -> status.LiveStatus:
     device, tuner = serving.device, serving.tuner
     snapshot = tuner.snapshot() if tuner is not None else None
     compiler = getattr(device.provider, "compiler", None) if device is not None else None
+    held = getattr(device.provider, "quarantine", None) if device is not None else None
     return status.LiveStatus(
         pid=owner.pid,
         boot_id=owner.boot_id,
@@ -110,5 +111,6 @@ def describe(serving: Serving) -> status.LiveStatus:
         pauses=serving.watch.pauses,
         compile=status.CompileCounts(**compiler.counts) if compiler is not None else status.CompileCounts(),
         serving_compiles_for_tuning=serving.compiles.for_tuning,
+        quarantine={str(one.candidate): one.reason for one in held.held} if held is not None else {},
         deferred={f"{slug} {M}": reason for (slug, M), reason in snapshot.deferred.items()} if snapshot else {},
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -13,6 +14,8 @@ from sglang_moe_autotune.compiler import Compiler
 from sglang_moe_autotune.listener import CompileCount
 from sglang_moe_autotune.lookup import read_answer
 from sglang_moe_autotune.prior import Prior, find_files
+from sglang_moe_autotune.quarantine import Quarantine
+from sglang_moe_autotune.trials import environment_key
 from sglang_moe_autotune.warm import WarmProvider
 
 if TYPE_CHECKING:
@@ -57,7 +60,11 @@ def gpu_machine(order: Errand) -> Machine:
         lambda: compiles.compiled,
     )
     compiler = Compiler(order.compile_processes, environment.shared_memory_bytes)
-    provider = DeviceProvider(lent, compiler, order.reserve_mb << 20, order.slice_us)
+    root = None if order.root is None else Path(order.root)
+    quarantine = Quarantine(root, environment_key(environment))
+    provider = DeviceProvider(
+        *(lent, compiler, order.reserve_mb << 20, order.slice_us, quarantine), bit_equal=order.bit_equal
+    )
 
     def load(shape: MoeShape) -> str:
         held.clear()

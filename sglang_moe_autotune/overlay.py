@@ -18,7 +18,9 @@ if TYPE_CHECKING:
 class Overlay:
     """The live layers, where SGLang's answers for them come from, and the rows that are served instead."""
 
-    def __init__(self, mode: Mode) -> None:
+    def __init__(self, mode: Mode, *, bit_equal: bool = False) -> None:
+        """bit_equal: of learned rows only those whose output was the baseline's in every bit."""
+        self._bit_equal = bit_equal
         self.lookup = Lookup()
         self.layers = LiveLayers()
         self.source: Source | None = None
@@ -46,9 +48,14 @@ class Overlay:
             return False
         if record.source == "pinned":
             return True
-        if record.source != self.source or not self.tunable(record.shape):
+        if record.source != self.source or not self.tunable(record.shape) or not self.bits_hold(record):
             return False
         return read_answer(releases.ask_stock(record.shape, record.M)) == record.baseline
+
+    def bits_hold(self, record: Record) -> bool:
+        """Is the row as equal to SGLang's answer as the user asks?"""
+        proven = record.verdict == "baseline" or record.evidence.max_error == 0.0
+        return proven or not self._bit_equal or record.source == "pinned"
 
     @property
     def shapes(self) -> tuple[MoeShape, ...]:

@@ -49,7 +49,8 @@ class Evidence(msgspec.Struct, frozen=True, gc=False):
     """candidates measured, both GEMMs counted once"""
     gpu_s: float
     max_error: float | None = None
-    """largest ||out - baseline_out|| / ||baseline_out|| over the comparisons made; None for baseline"""
+    """largest |out - baseline_out| / (|baseline_out| + rms of its row) over the comparisons made, 0 only where all bits
+    were the same; None for baseline"""
     tolerance: float | None = None
 
 

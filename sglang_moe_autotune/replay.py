@@ -6,7 +6,7 @@ import math
 import random
 from typing import TYPE_CHECKING, Final
 
-from sglang_moe_autotune.bench import Bench, Comparison, Readiness, Sample
+from sglang_moe_autotune.bench import COMPARE_CASES, COMPARE_RUNS, Bench, Comparison, Readiness, Sample
 from sglang_moe_autotune.shapes import GEMMS, ConfigPair, Gemm, KernelConfig, MoeShape
 
 if TYPE_CHECKING:
@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from sglang_moe_autotune.landscape import Landscape
 
 SLICE_US: Final = 500.0
-_COMPARE_CASES: Final = 2
 
 
 class ReplayProvider:
@@ -89,7 +88,7 @@ class ReplayProvider:
 class ReplayBench:
     """One M of the landscape; see ``bench.Bench`` for the contract."""
 
-    compare_cases = _COMPARE_CASES
+    compare_cases = COMPARE_CASES
 
     def __init__(self, provider: ReplayProvider, M: int, baseline: ConfigPair) -> None:  # noqa: N803
         self._provider, self._M, self._baseline = provider, M, baseline
@@ -118,7 +117,8 @@ class ReplayBench:
 
     def compare(self, pair: ConfigPair, case: int) -> Comparison | None:  # noqa: ARG002 - outputs were not recorded
         for gemm in GEMMS:
-            self._spend(self._us(gemm, pair.of(gemm)) + self._us(gemm, self._baseline.of(gemm)))
+            runs = COMPARE_RUNS // COMPARE_CASES
+            self._spend(runs * self._us(gemm, pair.of(gemm)) + self._us(gemm, self._baseline.of(gemm)))
         return Comparison(ok=True, error=0.0, tolerance=0.0)
 
     def adopt(self, pair: ConfigPair) -> Readiness:

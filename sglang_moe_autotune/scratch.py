@@ -47,13 +47,16 @@ def scratch_bytes(shape: MoeShape, M: int, *, flush: bool) -> int:  # noqa: N803
     width = _DTYPES[shape.activation_dtype].itemsize
     rows = M * shape.top_k
     inputs = M * shape.K + rows * shape.w1_shape[1]
-    # A quantised element takes one byte and its part of a scale: a float32 for 64 elements at the most.
-    quantised = inputs * 17 // 16 if shape.dtype in EIGHT_BIT else 0
+    # A quantised element takes one byte and its part of a scale: a float32 for 64 elements at the most. Three times, as
+    # launches that were recorded before a ``refresh`` keep theirs, and the next ones are made while the last are there.
+    quantised = 3 * inputs * 17 // 16 if shape.dtype in EIGHT_BIT else 0
     return width * (inputs + 2 * _output_elements(shape, M, flush=flush)) + quantised + _MARGIN_BYTES
 
 
 def _output_elements(shape: MoeShape, M: int, *, flush: bool) -> int:  # noqa: N803
-    needed = M * shape.top_k * max(columns(shape, "up"), columns(shape, "down"))
+    """Of one output, with what lies behind it: no launch may write there, and a comparison sees it if one does."""
+    widest = max(columns(shape, "up"), columns(shape, "down"))
+    needed = (M * shape.top_k + 1) * widest + correctness.GUARD_ELEMENTS
     return max(needed, FLUSH_BYTES // _DTYPES[shape.activation_dtype].itemsize) if flush else needed
 
 
@@ -105,10 +108,7 @@ class Scratch:
 
     def fill(self, routings: tuple[str, ...]) -> Iterator[None]:
         """Random activations and the named routings, one at a step; ``uniform-2`` is another draw of ``uniform``."""
-        self._weights.uniform_(generator=self._generator)
-        for activation in self._a.values():
-            activation.normal_(generator=self._generator)
-            yield
+        yield from self.refresh()
         shape = self.shape
         for name in dict.fromkeys(routings):
             kind = name if name in correctness.ROUTINGS else name.rpartition("-")[0]
@@ -118,12 +118,21 @@ class Scratch:
                 )
             yield
 
+    def refresh(self) -> Iterator[None]:
+        """Other random activations and routing weights in place of those before, a tensor at a step."""
+        self._weights.uniform_(generator=self._generator)
+        for activation in self._a.values():
+            activation.normal_(generator=self._generator)
+            yield
+
     def buffers(self, gemm: Gemm, block_m: int, routing: str, output: torch.Tensor) -> Buffers:
         """The operands of one launch; ``output`` is this object's ``output`` or ``reference``."""
         ids = self._ids[routing]
         if (routing, block_m) not in self._aligned:
             with self.allocating():
-                self._aligned[routing, block_m] = self._align(ids, block_m, self.shape.E)
+                aligned = self._align(ids, block_m, self.shape.E)
+                correctness.poison_ids(aligned[0], aligned[1], aligned[2], block_m, self.shape.E)
+                self._aligned[routing, block_m] = aligned
         sorted_ids, experts, post_padded = self._aligned[routing, block_m][:3]
         c = self.view(gemm, output)
         return Buffers(
@@ -146,3 +155,9 @@ class Scratch:
         """The part of an output that a GEMM writes: (M, top_k, columns)."""
         width = columns(self.shape, gemm)
         return output[: self.M * self.shape.top_k * width].view(self.M, self.shape.top_k, width)
+
+    def written(self, gemm: Gemm, output: torch.Tensor) -> correctness.Written:
+        """The same part, with as much behind it as a launch without its masks would write to."""
+        rows = self.view(gemm, output)
+        reach = rows.numel() + columns(self.shape, gemm) + correctness.GUARD_ELEMENTS
+        return correctness.Written(output[:reach], rows)

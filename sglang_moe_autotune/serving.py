@@ -56,7 +56,7 @@ class Serving:
     def __init__(self, settings: Settings, hooks: Callable[[], dict[str, bool]]) -> None:
         self.settings = settings
         self.hooks = hooks
-        self.overlay = Overlay(settings.mode)
+        self.overlay = Overlay(settings.mode, bit_equal=settings.bit_equal)
         self.lookup = self.overlay.lookup
         self.heat = Heat()
         self.compiles = CompileCount()
@@ -135,7 +135,7 @@ class Serving:
         fresh = list(find_layers(model_runner.model, model_runner.dtype, releases.padding()))
         self.overlay.layers.add(fresh)
         if self.device is None and fresh:
-            self.start(open_device(self.settings, self.overlay.layers, self.compiles))
+            self.start(open_device(self.settings, self.root, self.overlay.layers, self.compiles))
         elif fresh and self.store is not None:
             self.overlay.publish_stored(self.store.contents)
         self._log_start()
@@ -250,7 +250,9 @@ class Serving:
         assert self.device is not None  # noqa: S101 - for the type checker
         assert self.store is not None  # noqa: S101 - as above
         tried = TrialLog(self.root, self.device.environment).put
-        return make_tuner(self.device, provider, self.settings, self.store.contents, self._learned, tried)
+        # What is not served is searched again.
+        known = filter(self.overlay.bits_hold, self.store.contents.records.values())
+        return make_tuner(self.device, provider, self.settings, known, self._learned, tried)
 
     def before_capture(self, model_runner: Any) -> None:
         """Once, when all that graphs need is there but the graphs."""

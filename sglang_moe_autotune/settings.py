@@ -43,7 +43,8 @@ NUMBERS = (
 """The settings that are numbers, whole where the default is whole."""
 
 _CHOICES = get_args(Mode)
-_NAMES = ("MODE", "DIR", *(n.name for n in NUMBERS))
+_SWITCH = {False: "off", True: "on"}
+_NAMES = ("MODE", "DIR", "BIT_EQUAL", *(n.name for n in NUMBERS))
 
 
 class Settings(msgspec.Struct, frozen=True):
@@ -51,6 +52,7 @@ class Settings(msgspec.Struct, frozen=True):
 
     mode: Mode = "miss"
     dir: Path | None = None
+    bit_equal: bool = False
     budget_s: float = 600.0
     slice_us: float = 500.0
     grace_s: float = 0.05
@@ -67,7 +69,7 @@ class Settings(msgspec.Struct, frozen=True):
         """The settings, and one sentence for each bad value (whose default is used) or unknown name."""
         values: dict[str, Any] = {}
         warnings = [_unknown(name) for name in sorted(environ) if _is_unknown(name)]
-        for name, parse in (("MODE", _mode), ("DIR", _dir)):
+        for name, parse in (("MODE", _mode), ("DIR", _dir), ("BIT_EQUAL", _switch)):
             if text := environ.get(PREFIX + name, "").strip():
                 _take(values, warnings, name, parse(text))
         for number in NUMBERS:
@@ -92,6 +94,7 @@ def _take(values: dict[str, Any], warnings: list[str], name: str, value: object)
     if isinstance(value, _Bad):
         default = Settings.default(name)
         shown = f"{default:g}" if isinstance(default, (int, float)) else default
+        shown = _SWITCH[default] if isinstance(default, bool) else shown
         used = "the usual cache folder" if shown is None else f"the default {shown}"
         warnings.append(f"{PREFIX}{name} must be {value.rule}, not {value.text!r}; {used} is used.")
     else:
@@ -101,6 +104,12 @@ def _take(values: dict[str, Any], warnings: list[str], name: str, value: object)
 def _mode(text: str) -> str | _Bad:
     mode = text.lower()  # somebody who writes OFF must not get the default
     return mode if mode in _CHOICES else _Bad(f"one of {', '.join(_CHOICES)}", text)
+
+
+def _switch(text: str) -> bool | _Bad:
+    known = {"on": True, "1": True, "true": True, "yes": True, "off": False, "0": False, "false": False, "no": False}
+    value = known.get(text.lower())
+    return _Bad("on or off", text) if value is None else value
 
 
 def _dir(text: str) -> Path | _Bad:

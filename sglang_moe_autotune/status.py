@@ -108,6 +108,8 @@ class LiveStatus(msgspec.Struct, frozen=True, kw_only=True):
     """kernels that the serving process compiled because of tuning: 0, or a promise is broken"""
     deferred: dict[str, str] = {}
     """"slug M" -> why it cannot be tuned now"""
+    quarantine: dict[str, str] = {}
+    """candidate -> why it is never tried"""
 
     @property
     def owner(self) -> Owner:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from sglang_moe_autotune.changes import Change
     from sglang_moe_autotune.doctor import Check
     from sglang_moe_autotune.explain import Step
+    from sglang_moe_autotune.quarantine import Held
     from sglang_moe_autotune.records import Record
     from sglang_moe_autotune.remote import RemoteStatus
     from sglang_moe_autotune.shapes import ConfigPair
@@ -109,6 +110,7 @@ def server(entry: Server, now_unix_s: float) -> list[RenderableType]:
             *_passes(live),
             f"binaries: {counts.ordered} ordered, {counts.ready} ready, {counts.failed} failed",
             *(f"not now: {where}: {why}" for where, why in sorted(live.deferred.items())),
+            *(f"in quarantine: {what}: {why}" for what, why in sorted(live.quarantine.items())),
         ]
     wrong = [Text(what, style="bold red") for what in broken(live)]
     return [head, *(Padding(line, (0, 0, 0, 2), expand=False) for line in (*map(Text, lines), *wrong))]
@@ -189,6 +191,13 @@ def status(
         for problem in e.problems:
             table.add_row(Padding(Text(problem, style="yellow"), (0, 0, 0, 2), expand=False))
     yield table
+
+
+def quarantine(held: Iterable[Held]) -> Iterator[RenderableType]:
+    """A line a candidate that is never tried, and its reason below."""
+    for one in held:
+        yield Text(f"{one.candidate} (M={one.M})")
+        yield Padding(Text(one.reason), (0, 0, 0, 2), expand=False)
 
 
 def shapes(summaries: Iterable[ShapeSummary]) -> Table:

@@ -57,6 +57,8 @@ class Timed(NamedTuple):
     samples: list[Sample]
     device_us: float
     """from the first to the last event, the spin included: what the slice cost"""
+    launched_us: float
+    """without the spin; the host's gaps are in it where the slice was dirty"""
 
 
 def clocked(step: Callable[[], _T]) -> tuple[_T, float]:
@@ -132,14 +134,15 @@ class PairTimer:
         self._host_us += 0.2 * (host_us / hidden - self._host_us)
         self._adapt(short, spin_us, host_us)
         device_us = events[0].elapsed_time(last) * 1e3
+        launched_us = device_us - spin_us
         if starved:
-            return Timed([], device_us)
+            return Timed([], device_us, launched_us)
         spans = [events[i].elapsed_time(events[i + 1]) * 1e3 / inner for i in range(1, 2 * pairs + 1)]
         samples = []
         for pair in range(pairs):
             first, second = spans[2 * pair], spans[2 * pair + 1]
             samples.append(Sample(first, second) if plans[pair][0].candidate else Sample(second, first))
-        return Timed(samples, device_us)
+        return Timed(samples, device_us, launched_us)
 
     def _take_events(self, count: int) -> list[torch.cuda.Event]:
         while len(self._events) < count:

@@ -7,9 +7,10 @@ import shutil
 from typing import TYPE_CHECKING
 
 from sglang_moe_autotune import status
+from sglang_moe_autotune.quarantine import Quarantine
 from sglang_moe_autotune.records import Environment, Evidence, Record, ShapeNote
 from sglang_moe_autotune.shapes import ConfigPair, KernelConfig, MoeShape
-from sglang_moe_autotune.store import Store
+from sglang_moe_autotune.store import Store, file_name
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -59,6 +60,13 @@ def fill(root: Path, environment: Environment = H200) -> Path:
     assert store.close(10.0)
     assert store.path is not None
     return store.path
+
+
+def hold(root: Path) -> None:
+    """Put a candidate into the quarantine of the store."""
+    key = file_name(H200).removesuffix(".json")
+    reason = "its first launch took 1,023 times as long as SGLang's own"
+    Quarantine(root, key).hold(MANY, 256, "down", WINNER.down, reason)
 
 
 def rewrite(path: Path, document: object) -> None:

@@ -37,7 +37,7 @@ class Replayed(NamedTuple):
 @functools.lru_cache
 def replayed(*ms: int) -> Replayed:
     """Tune these M of the recording, all of them by default."""
-    (path,) = landscape.shipped()
+    path, *_ = landscape.shipped()
     recorded = landscape.load(path)
     provider = ReplayProvider(recorded)
     shape = recorded.shape

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from unittest import mock
 
 from click.testing import CliRunner
-from made_up_store import H100, MANY, WINNER, fill, live
+from made_up_store import H100, MANY, WINNER, fill, hold, live
 
 from sglang_moe_autotune import landscape, status
 from sglang_moe_autotune.cli import main
@@ -34,7 +34,7 @@ HEADINGS = re.findall(r"^## (\w+)$", PAGE.read_text(encoding="utf-8"), re.MULTIL
 
 def furnish(folder: Path) -> None:
     """The files that the examples name, in the folder in which they are run."""
-    (recorded,) = landscape.shipped()
+    recorded, *_ = landscape.shipped()
     shutil.copy(recorded, folder / "landscape.json.gz")
     rows = {64: WINNER.up, 512: WINNER.up}
     (folder / file_name(MANY, "NVIDIA H200")).write_text(encode(rows), encoding="utf-8")
@@ -63,6 +63,7 @@ def _fresh(line: str) -> Iterator[str]:
         root, folder = Path(place) / "autotune", Path(place) / "work"
         folder.mkdir()
         fill(root)
+        hold(root)
         now = time.time()
         deferred = {f"{MANY.slug} 16384": "too large for free memory"}
         assert status.write(root, live(unix_s=now, since_unix_s=now - 5400, deferred=deferred))

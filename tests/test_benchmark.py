@@ -3,11 +3,21 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import threading
+import time
 from typing import TYPE_CHECKING
 
 import pytest
 
+from sglang_moe_autotune import quarantine
+from sglang_moe_autotune.bench import COMPARE_CASES, COMPARE_RUNS
+
 if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
     from scheduler_process import SchedulerProcess
 
 pytestmark = pytest.mark.sglang
@@ -17,6 +27,7 @@ def prepare() -> None:
     """Leave ``open_bench(layers, M, fp8)`` in the process, on a GPU that is a clock and a list of launches."""
     import builtins
     from contextlib import nullcontext
+    from pathlib import Path
     from types import SimpleNamespace
 
     import torch
@@ -28,6 +39,7 @@ def prepare() -> None:
     from sglang_moe_autotune import benchmark, compile_child, launch, releases, scratch
     from sglang_moe_autotune.layers import LiveLayers, find_layers
     from sglang_moe_autotune.lookup import CallKey
+    from sglang_moe_autotune.quarantine import Quarantine
     from sglang_moe_autotune.shapes import ConfigPair, KernelConfig
 
     triton.runtime.driver.set_active(compile_child.StubDriver(GPUTarget("cuda", 90, 32)))
@@ -99,6 +111,8 @@ def prepare() -> None:
                 gpu.launches.append((tile, value["b_ptr"].data_ptr(), id(value["sorted_token_ids_ptr"])))
                 gpu.quantised.append([value[n].data_ptr() if value[n] is not None else 0 for n in operands])
                 value["c_ptr"].fill_(1.0)  # type: ignore[attr-defined]
+                if (deed := gpu.deeds.get(tile)) is not None:
+                    deed(value["c_ptr"])
                 if gpu.wrong == tile:
                     value["c_ptr"][-1].fill_(2.0)  # type: ignore[index]
 
@@ -136,7 +150,14 @@ def prepare() -> None:
 
     pair = lambda n: ConfigPair(*[KernelConfig(16, n, 32, 1, 4, 2)] * 2)  # noqa: E731
 
-    def open_bench(layers: int, M: int = 40, fp8: bool = False) -> SimpleNamespace:  # noqa: N803
+    def open_bench(
+        layers: int,
+        M: int = 40,  # noqa: N803
+        fp8: bool = False,
+        root: str | None = None,
+        bit_equal: bool = False,
+    ) -> SimpleNamespace:
+        gpu.deeds = {}
         gpu.launches, gpu.wrong, gpu.refuse, gpu.quantised, gpu.asked = [], None, None, [], 0
         model = torch.nn.ModuleList([Layer(fp8) for _ in range(layers)])
         live = LiveLayers()
@@ -147,7 +168,8 @@ def prepare() -> None:
         invoke = releases.invoke_function()
         lent = benchmark.Lent(live.of, invoke, align, lambda: 0)
         compiler = SimpleNamespace(readiness=lambda b: "ready", reason=lambda b: "", recover=lambda: None)
-        provider = benchmark.DeviceProvider(lent, compiler, 1 << 30, 3000.0)
+        quarantine = Quarantine(None if root is None else Path(root), "an-environment")
+        provider = benchmark.DeviceProvider(lent, compiler, 1 << 30, 3000.0, quarantine, bit_equal=bit_equal)
         provider.serving = lent._replace(invoke=lambda *args, **named: adopted.append(args[14]["BLOCK_SIZE_N"]))
         shape = live.shape_of(key)
         bench = provider.open(shape, M, pair(32))
@@ -274,7 +296,7 @@ def quantised() -> dict[str, object]:
     while (comparison := bench.compare(fast, 0)) is None:
         pass
     bench._scratch._a["up"].normal_()
-    bench._candidates.clear()
+    bench._launches._candidates.clear()
     bench.readiness("up", fast.up)
     after = gpu.asked
     bench.close()
@@ -296,3 +318,229 @@ def test_activations_are_quantised_once_for_all_candidates_and_anew_when_they_ch
     assert told["weights"] == told["scales_of_weights"] == 3, "a layer's scales went with another layer's weights"
     assert told["ok"]
     assert told["after"] >= 1, "changed activations were taken for the old ones"
+
+
+def compared(layers: int, bit_equal: bool, fault: str) -> list[object]:
+    """All cases of a pair that is right but for one fault; and how many launches that took."""
+    import builtins
+
+    bed = builtins.open_bench(layers, bit_equal=bit_equal)  # type: ignore[attr-defined]
+    bench, pair, runs = bed.bench, bed.pair(64), []
+    while not bench.prepare():
+        pass
+    for gemm in ("up", "down"):
+        bench.readiness(gemm, pair.up)
+        bench.measure(gemm, pair.up, 4)
+
+    def deed(c) -> None:  # type: ignore[no-untyped-def] # its source runs elsewhere
+        runs.append(c.shape)
+        if fault == "other-rounding":
+            c[-1, -1] = 1.0 + 2**-7
+        elif fault == "racy" and len(runs) == 400:  # in the down GEMM's part of a late case
+            c[0, 0] = 1.0 + 2**-7
+        elif fault == "last-tile":
+            c[-1, ..., -16:] = 0.0
+        elif fault == "reads-its-output":
+            c.mul_(float("nan"))
+
+    bed.gpu.deeds[64] = deed
+    found = []
+    for case in range(bench.compare_cases):
+        while (comparison := bench.compare(pair, case)) is None:
+            pass
+        found.append(comparison)
+        if not comparison.ok:
+            break
+    bench.close()
+    return [all(c.ok for c in found), found[-1].reason, len(found), len(runs)]
+
+
+@pytest.mark.parametrize(
+    ("fault", "bit_equal", "ok"),
+    [
+        pytest.param("none", False, True, id="honest"),
+        pytest.param("none", True, True, id="honest-bit-equal"),
+        pytest.param("other-rounding", False, True, id="other-rounding"),
+        pytest.param("other-rounding", True, False, id="other-rounding-bit-equal"),
+        pytest.param("racy", False, False, id="racy-once"),
+        pytest.param("last-tile", False, False, id="last-tile"),
+        pytest.param("reads-its-output", False, False, id="reads-its-output"),
+    ],
+)
+def test_c19_a_candidate_is_compared_over_all_cases_and_runs(
+    scheduler: SchedulerProcess, fault: str, bit_equal: bool, ok: bool
+) -> None:
+    scheduler.run(prepare)
+    taken, reason, cases, runs = scheduler.run(compared, 4, bit_equal, fault)
+    assert taken is ok, reason
+    if ok:
+        assert (cases, runs) == (COMPARE_CASES, 2 * COMPARE_RUNS)
+    elif fault == "racy":
+        assert "from run to run" in reason
+        assert runs < 2 * COMPARE_RUNS
+
+
+def raising(places: list[str]) -> list[object]:
+    """What becomes of a candidate for which something raises, in each of these ways."""
+    import builtins
+    import json
+
+    from triton.runtime.errors import OutOfResources
+
+    from sglang_moe_autotune import launch
+
+    faults = [
+        OutOfResources(300_000, 232_448, "shared memory"), RuntimeError("Triton Error [CUDA]: device kernel image is"),
+        AssertionError("unexpected"), json.JSONDecodeError("damaged", "{", 1), KeyError("cubin"),
+    ]  # fmt: skip
+    found = []
+    for place in places:
+        for fault in faults:
+            bed = builtins.open_bench(4)  # type: ignore[attr-defined]
+            bench, config = bed.bench, bed.pair(64).up
+            while not bench.prepare():
+                pass
+
+            def fail(*_: object, fault: Exception = fault) -> None:
+                raise fault
+
+            module, name = (launch, "load") if place == "loading" else (launch, "binary_of")
+            kept = getattr(module, name)
+            setattr(module, name, fail)
+            try:
+                found.append([bench.readiness("up", config), bench.reason("up", config), type(fault).__name__])
+            finally:
+                setattr(module, name, kept)
+            found[-1].append([bench.readiness("up", config), bench.readiness("up", bed.pair(128).up)])
+            bench.close()
+    return found
+
+
+@pytest.mark.parametrize("place", ["compiling", "loading"])
+def test_c16_a_candidate_that_raises_is_skipped_with_its_reason(scheduler: SchedulerProcess, place: str) -> None:
+    scheduler.run(prepare)
+    told = scheduler.run(raising, [place])
+    assert len(told) == 5
+    for state, reason, name, after in told:
+        assert state == "failed"
+        assert name in reason
+        assert after == ["failed", "ready"], "it stays refused, and the next one is not held against it"
+
+
+def slow(root: str) -> dict[str, object]:
+    import builtins
+
+    bed = builtins.open_bench(4, root=root)  # type: ignore[attr-defined]
+    bench, gpu, config = bed.bench, bed.gpu, bed.pair(128).up
+    while not bench.prepare():
+        pass
+
+    def crawl(c: object) -> None:
+        gpu.now_ms += 200.0
+
+    gpu.deeds[128] = crawl
+    found: dict[str, object] = {"before": bench.readiness("up", config)}
+    gpu.launches.clear()
+    found["measured"] = [bench.measure("up", config, 8) for _ in range(5)]
+    found["launches"] = [tile for tile, *_ in gpu.launches].count(128)
+    found["after"] = [bench.readiness("up", config), bench.reason("up", config)]
+    bench.close()
+    again = builtins.open_bench(4, root=root).bench  # type: ignore[attr-defined]
+    while not again.prepare():
+        pass
+    found["restarted"] = [again.readiness("up", config), again.reason("up", config), again.readiness("down", config)]
+    again.close()
+    return found
+
+
+def test_c18_a_candidate_that_takes_a_thousand_times_as_long_is_launched_once_and_never_again(
+    scheduler: SchedulerProcess, tmp_path: Path
+) -> None:
+    scheduler.run(prepare)
+    told = scheduler.run(slow, str(tmp_path))
+    assert told["before"] == "ready"
+    assert told["measured"] == [[]] * 5
+    assert told["launches"] == 1
+    assert told["after"][0] == "failed"
+    assert "1,000 times as long" in told["after"][1]
+    assert told["restarted"][0] == "failed"
+    assert "in quarantine" in told["restarted"][1]
+    assert told["restarted"][2] == "ready", "the other GEMM's binary is another one"
+
+
+def dies(root: str, tile: int, phase: str, how: str) -> None:
+    """Never returns: the candidate of that tile takes the process along, or does not end."""
+    import builtins
+    import os
+    import signal
+    import time
+
+    bed = builtins.open_bench(4, root=root)  # type: ignore[attr-defined]
+    bench, pair = bed.bench, bed.pair(tile)
+    while not bench.prepare():
+        pass
+    for gemm in ("up", "down"):
+        bench.readiness(gemm, pair.up)
+        if phase == "comparing":
+            bench.measure(gemm, pair.up, 4)
+    bed.gpu.deeds[tile] = lambda c: os.kill(os.getpid(), signal.SIGKILL) if how == "killed" else time.sleep(1e6)
+    if phase == "comparing":
+        bench.compare(pair, 0)
+        while True:
+            bench.compare(pair, 0)
+    bench.measure("up", pair.up, 4)
+
+
+def restarted(root: str, tiles: list[int]) -> list[object]:
+    import builtins
+
+    bed = builtins.open_bench(4, root=root)  # type: ignore[attr-defined]
+    while not bed.bench.prepare():
+        pass
+    found = [[bed.bench.readiness("up", bed.pair(t).up), bed.bench.reason("up", bed.pair(t).up)] for t in tiles]
+    bed.bench.close()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("tile", "phase", "how"), [(128, "measuring", "killed"), (256, "comparing", "hung")], ids=["killed", "hung"]
+)
+def test_c17_c18_a_candidate_that_kills_or_never_ends_is_left_out_by_the_next_start(
+    scheduler: SchedulerProcess,
+    start_scheduler: Callable[..., SchedulerProcess],
+    tmp_path: Path,
+    tile: int,
+    phase: str,
+    how: str,
+) -> None:
+    victim = start_scheduler()
+    victim.run(prepare)
+    if how == "killed":
+        with pytest.raises(AssertionError, match="the process ended"):
+            victim.run(dies, str(tmp_path), tile, phase, how)
+    else:
+        arguments = (AssertionError, victim.run, dies, str(tmp_path), tile, phase, how)
+        ended = threading.Thread(target=pytest.raises, args=arguments)
+        ended.start()
+        deadline = time.monotonic() + 60
+        before, journal = None, only_journal(tmp_path)
+        while journal.open is None or journal != before:  # a launch that ends has said so at the next look
+            assert time.monotonic() < deadline
+            time.sleep(0.5)
+            before, journal = journal, only_journal(tmp_path)
+        assert journal.owner is not None
+        os.kill(journal.owner.pid, signal.SIGKILL)
+        ended.join(timeout=30)
+        assert not ended.is_alive()
+    scheduler.run(prepare)
+    for _ in range(2):  # the second start has no journal of the dead any more
+        (culprit, reason), (other, _) = scheduler.run(restarted, str(tmp_path), [tile, 64])
+        assert culprit == "failed"
+        assert "in quarantine: a process ended in the middle" in reason
+        assert other == "ready"
+    assert not list((tmp_path / quarantine.FOLDER).glob("*.journal")), "the journal of the dead is cleared away"
+
+
+def only_journal(root: Path) -> quarantine.Journal:
+    journals = list((root / quarantine.FOLDER).glob("*.journal"))
+    return quarantine.parse(journals[0].read_bytes()) if journals else quarantine.Journal(None, None)

@@ -16,7 +16,7 @@ import click
 import msgspec
 import pytest
 from click.testing import CliRunner
-from made_up_store import FP8, H100, HEURISTIC, MANY, WINNER, fill, live, rewrite
+from made_up_store import FP8, H100, HEURISTIC, MANY, WINNER, fill, hold, live, rewrite
 from shell_page import BLOCKS, HEADINGS, printed
 
 from sglang_moe_autotune import landscape, status
@@ -26,10 +26,11 @@ from sglang_moe_autotune.shapes import ConfigPair, KernelConfig
 if TYPE_CHECKING:
     from click.testing import Result
 
-(LANDSCAPE,) = landscape.shipped()
+LANDSCAPE, *_ = landscape.shipped()
 COMMANDS = (
     "status", "list", "show E128", "explain E128 256", "export out", "report -o page.html", "doctor",
     f"simulate {LANDSCAPE}", "merge host-2 --dry-run", "forget E128 --yes",
+    "quarantine", "quarantine e128 --clear --yes",
     f"pin E128 64 --up '{json.dumps(WINNER.up.to_dict())}'",
 )  # fmt: skip
 
@@ -56,6 +57,7 @@ def store(autotune_folder: Path) -> Path:
     fill(autotune_folder)
     fill(Path("host-2"), H100)
     now = time.time()
+    hold(autotune_folder)
     deferred = {f"{MANY.slug} 16384": "too large for free memory"}
     assert status.write(autotune_folder, live(unix_s=now, since_unix_s=now - 5400, deferred=deferred))
     return autotune_folder
@@ -422,3 +424,25 @@ def test_in_a_pipe_no_line_is_broken(store: Path, monkeypatch: pytest.MonkeyPatc
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "E256-N256-K7168-top8-fp8_w8a8-block128x128" in done.stdout
+
+
+def test_the_quarantine_is_listed_by_part_of_a_name_and_cleared_after_a_question(store: Path) -> None:
+    (one,) = json.loads(shell("quarantine DOWN --json").stdout)["quarantine"]
+    assert (one["shape"], one["gemm"], one["M"]) == (MANY.slug, "down", 256)
+    assert one["config"] == WINNER.down.to_dict()
+    assert shell("quarantine fp8").exit_code == 1
+    assert shell("quarantine --clear --json").exit_code == 2
+    assert CliRunner().invoke(main, ["quarantine", "--clear"], input="n\n").exit_code == 1
+    assert shell("quarantine").exit_code == 0, "no was meant"
+    cleared = shell("quarantine H200 --clear --yes")
+    assert cleared.exit_code == 0
+    assert "1,023 times" in cleared.stderr
+    assert shell("quarantine").exit_code == 1
+    assert json.loads(shell("quarantine --json").stdout) == {"quarantine": [], "cleared": False}
+
+
+def test_what_a_server_leaves_out_is_in_its_status(store: Path) -> None:
+    now = time.time()
+    held = {f"{MANY.slug} up 16x64x64 g1": "a process ended in the middle of its first launch"}
+    assert status.write(store, live(unix_s=now, since_unix_s=now, quarantine=held))
+    assert f"in quarantine: {MANY.slug} up 16x64x64 g1: a process ended" in shell("status").stdout

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -103,3 +104,24 @@ def test_an_unknown_kind_of_demo_is_refused() -> None:
     )
     assert done.returncode == 2
     assert "must be cpu or gpu, not 'tpu'" in done.stderr
+
+
+@pytest.mark.sglang
+def test_planted_kernels_are_told_from_correct_ones_without_a_gpu(tmp_path: Path) -> None:
+    """A few of the plants that the GPU gets 10,000 trials of, by Triton's interpreter on SGLang's real kernel."""
+    plants = "honest,last-tile-slightly-wrong,no-token-mask,keeps-old-output"
+    done = subprocess.run(
+        [sys.executable, "scripts/gpu_plants.py", "--dry-run", "--plants", plants, "--trials", "4", "--out", tmp_path],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "TRITON_CACHE_DIR": str(tmp_path), "PYTHONWARNINGS": "ignore"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    told = json.loads(done.stdout.splitlines()[-1])
+    assert (told["wrong_trials"], told["wrong_admitted"]) == (3, 0)
+    assert (told["honest_trials"], told["honest_refused"]) == (1, 0)
+    assert "behind the end" in str(told["plants"]["no-token-mask"]["how"])
+    assert "from run to run" in str(told["plants"]["keeps-old-output"]["how"])

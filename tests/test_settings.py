@@ -30,12 +30,13 @@ def test_a_mode_in_capitals_is_meant() -> None:
 
 
 def test_every_setting_is_read() -> None:
-    texts = {"MODE": "read-only", "DIR": "/data/moe", **{n.name: f"{max(n.low, 1):.0f}" for n in NUMBERS}}
+    texts = {"MODE": "read-only", "DIR": "/data/moe", "BIT_EQUAL": "On"}
+    texts |= {n.name: f"{max(n.low, 1):.0f}" for n in NUMBERS}
     found, warnings = _read(**texts)
     assert warnings == ()
     assert len(texts) == len(Settings.__struct_fields__)
     assert found == Settings(
-        "read-only", Path("/data/moe"), 1.0, 50.0, 1.0, 1.0, 1, 1, 1.0, 1, 1.0, 1
+        "read-only", Path("/data/moe"), True, 1.0, 50.0, 1.0, 1.0, 1, 1, 1.0, 1, 1.0, 1
     )  # fmt: skip
 
 
@@ -44,6 +45,7 @@ def test_every_setting_is_read() -> None:
     [
         pytest.param("MODE", "on", id="unknown mode"),
         pytest.param("MODE", "read_only", id="nearly a mode"),
+        pytest.param("BIT_EQUAL", "strict", id="neither on nor off"),
         pytest.param("DIR", "a\0b", id="folder with a zero byte"),
         pytest.param("DIR", "~nobody-of-this-name/x", id="unknown user's home"),
         pytest.param("SLICE_US", "49", id="below the bounds"),
@@ -88,6 +90,7 @@ def test_the_page_lists_every_setting_as_it_is() -> None:
     page = {name.strip("`"): (default.strip("`"), unit) for name, default, unit, *_ in rows}
     code = {PREFIX + n.name: (f"{Settings.default(n.name):g}", n.unit) for n in NUMBERS}
     code[PREFIX + "MODE"] = (Settings().mode, ", ".join(module._CHOICES))
+    code[PREFIX + "BIT_EQUAL"] = ("off", "on, off")
     code[PREFIX + "DIR"] = ("unset", "folder")
     assert page == code
     text = PAGE.read_text()

@@ -1,0 +1,69 @@
+"""The kernels that tuning has loaded: the ones used last, as many as a bound allows. Serving's own stay as they are."""
+
+from __future__ import annotations
+
+import ctypes
+from collections import OrderedDict
+from typing import TYPE_CHECKING, Any, Final
+
+from sglang_moe_autotune import launch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+LIMIT: Final = 128
+"""kernels of candidates that are loaded at a time; each takes some hundred KiB of the device"""
+
+_UNLOAD: Final = {"cuda": ("libcuda.so.1", "cuModuleUnload"), "hip": ("libamdhip64.so", "hipModuleUnload")}
+
+
+class Kernels:
+    """Loaded kernels by the hash of their binary. One thread."""
+
+    def __init__(self, unload: Callable[[Any], None] | None = None, limit: int = LIMIT) -> None:
+        self._unload = unload_module if unload is None else unload
+        self._limit = limit
+        self._own: OrderedDict[str, Any] = OrderedDict()
+        self._borrowed: dict[str, Any] = {}
+        self.unloaded = 0
+        """how many were unloaded so far"""
+
+    def __len__(self) -> int:
+        return len(self._own)
+
+    def load(self, made: launch.Launch, binary: launch.Binary, device: int) -> Any:
+        """The kernel of a binary: serving's where it has one, else our own, which is loaded where it is not.
+
+        Raises what Triton's cache, its
+        launcher and the driver raise for a binary that is damaged or does not fit. Nothing that was unloaded may still
+        run: call it between slices, with the stream waited for.
+        """
+        if (kernel := self._own.get(binary.hash)) is not None:
+            self._own.move_to_end(binary.hash)
+            return kernel
+        if (kernel := self._borrowed.get(binary.hash) or launch.loaded(made, device, binary)) is not None:
+            self._borrowed[binary.hash] = kernel
+            return kernel
+        while len(self._own) >= self._limit:
+            _, oldest = self._own.popitem(last=False)
+            self._unload(oldest)
+            self.unloaded += 1
+        kernel = launch.load(binary)
+        kernel._init_handles()
+        self._own[binary.hash] = kernel
+        return kernel
+
+
+def unload_module(kernel: Any) -> None:
+    """Take a compiled kernel of our own off the device. Its object cannot be launched afterwards.
+
+    Triton before 3.7 never does this; later ones do when the object goes, which a reference anywhere would put off.
+    Raises RuntimeError where the driver refuses.
+    """
+    module, kernel.module = kernel.module, None  # without a handle, Triton's own finaliser leaves it alone
+    kernel.function = kernel._run = None
+    if module is None:
+        return
+    library, function = _UNLOAD[kernel.metadata.target.backend]
+    if code := getattr(ctypes.CDLL(library), function)(ctypes.c_void_p(module)):
+        raise RuntimeError(f"{function} does not unload a kernel: error {code}")
