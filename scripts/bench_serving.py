@@ -6,7 +6,7 @@
 Run it with the Python that SGLang is installed in. One server is started, tuning is switched on and off in it in
 turn: ``ttft`` sends sparse requests (Poisson), ``steady`` a closed loop of streams, ``micro`` times the hooks inside
 the server. ``startup`` starts servers of its own, with and without the plugin. Without --part: ttft, steady and micro,
-which take about 7 minutes with the defaults. ``bench_serving.py --plot DIR/serving.json`` draws a finished run again.
+which take about 8 minutes with the defaults. ``bench_serving.py --plot DIR/serving.json`` draws a finished run again.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--streams", type=int, default=8, help="requests that run at a time under steady load")
     parser.add_argument("--warm-s", type=float, default=75.0, help="of idle learning first, to have binaries compiled")
     parser.add_argument("--start", action="append", choices=STARTS, help="of the part startup; default: all five")
-    parser.add_argument("--store", type=Path, help="learned store to start with, such as DIR/store of an earlier run")
+    parser.add_argument("--store", type=Path, help="learned store to start with, store.tar.gz of an earlier run")
     parser.add_argument("--port", type=int, default=31300)
     parser.add_argument("--seed", type=int, default=0, help="of arrivals and prompts")
     parser.add_argument("--compile-processes", type=int, default=max(1, (os.cpu_count() or 2) - 4))
@@ -190,7 +190,7 @@ class Bench:
         self.model = Model(*shape).write(self.work / "model")
         self.site = self._sites()
         if options.store:
-            shutil.copytree(options.store, self.work / "store", ignore=shutil.ignore_patterns("live"))
+            shutil.unpack_archive(options.store, self.work / "store")
         self._numbers = 0
 
     def _sites(self) -> list[str]:
@@ -265,9 +265,7 @@ def live_parts(bench: Bench, parts: Sequence[str]) -> None:
     """ttft, steady and micro, in one server."""
     with bench.serve("tuning") as server:
         run_live(bench, server, parts)
-    kept = bench.out / "store"  # for --part startup --store
-    shutil.rmtree(kept, ignore_errors=True)
-    shutil.copytree(bench.work / "store", kept, ignore=shutil.ignore_patterns("live", "*.lock"))
+    shutil.make_archive(str(bench.out / "store"), "gztar", bench.work / "store")  # for --part startup --store
 
 
 def run_live(bench: Bench, server: Server, parts: Sequence[str]) -> None:

@@ -14,6 +14,9 @@ if TYPE_CHECKING:
 
 _T = TypeVar("_T")
 
+_FIRST_STEPS = 8
+"""of a comparison: the hundreds of runs after them repeat what has run, and an end there is no fault of a launch"""
+
 
 class Marking(Protocol):
     """Where the mark is made; see ``deaths.Mark``."""
@@ -42,11 +45,13 @@ class MarkedProvider:
 
 
 class MarkedBench:
-    """See ``bench.Bench``. Marked are the set-up, the first measurement of each candidate, comparing and adopting."""
+    """See ``bench.Bench``. Marked are the set-up, the first measurement of each candidate, the first steps of each
+    comparison, and adopting."""
 
     def __init__(self, bench: Bench, mark: Marking, where: str) -> None:
         self._bench, self._mark, self._where = bench, mark, where
         self._ran: set[tuple[Gemm, KernelConfig]] = set()
+        self._compared: dict[tuple[ConfigPair, int], int] = {}
 
     def _first(self, what: str, step: Callable[[], _T]) -> _T:
         self._mark.begin(f"{self._where} {what}")
@@ -78,6 +83,9 @@ class MarkedBench:
         return samples
 
     def compare(self, pair: ConfigPair, case: int) -> Comparison | None:
+        steps = self._compared[pair, case] = self._compared.get((pair, case), 0) + 1
+        if steps > _FIRST_STEPS:
+            return self._bench.compare(pair, case)
         return self._first(f"{pair} in case {case}", lambda: self._bench.compare(pair, case))
 
     @property

@@ -221,6 +221,10 @@ def test_what_never_ran_is_marked_and_what_did_is_not() -> None:
     assert log.steps[1::2] == ["end"] * 5
     assert begun[0].endswith("M=64 set-up")
     assert begun[1].endswith(f"up {up}")
+    log.steps.clear()
+    for _ in range(30):
+        bench.compare(pair(), 0)
+    assert len(log.steps) == 2 * 8  # the rest of its runs repeats what has run
     bench.close()
     assert inner.closed
 
