@@ -215,6 +215,8 @@ class Serving:
         taken_s = time.perf_counter() - began_s
         if self.metrics is not None:
             self.metrics.slices_s.append(taken_s)
+        if self.overlay.source == "replayed":
+            return  # a recording keeps no request waiting, and its passes are as long as the simulation takes
         launch_us = self._marked.launch_us if self._marked is not None else 0.0
         bound_us = pace.bound_us(launch_us, self.settings.slice_us, launched=launched)
         if (pause := self.watch.observe(taken_s * 1e6, bound_us, now)) is not None and self.watch.pauses == 1:
