@@ -27,6 +27,8 @@ BUCKETS_US: Final = (100, 200, 300, 500, 700, 1000, 1500, 2000, 3000, 5000, 10_0
 _HOST_US: Final = 100.0
 _LONG_FACTOR: Final = 8.0
 _WINDOW_S: Final = 60.0
+_RARE: Final = 100
+_FAR: Final = 4.0
 _FIRST_PAUSE_S: Final = 10.0
 _LONGEST_PAUSE_S: Final = 600.0
 
@@ -61,8 +63,15 @@ class Pause(NamedTuple):
     """the pass that was one too many, for the log"""
 
 
+class _Break(NamedTuple):
+    at_s: float
+    number: int
+    far: bool
+
+
 class Watch:
-    """Counts how long passes took, and pauses tuning where a bound was broken twice within a minute.
+    """Counts how long passes took, and pauses tuning where a bound was broken twice within a minute: by passes that are
+    more than one in a hundred, or by several times what they may take.
 
     A pause doubles with each one, from ten seconds to ten minutes; after ten minutes without it starts small again.
     """
@@ -74,18 +83,23 @@ class Watch:
         self.longest_us = 0.0
         self.pauses = 0
         self.pause: Pause | None = None
-        self._last_break_s = self._paused_until_s = float("-inf")
+        self._paused_until_s = float("-inf")
+        self._last: _Break | None = None
+        self._passes = 0
         self._pause_s = _FIRST_PAUSE_S
 
     def observe(self, taken_us: float, bound: float, now_s: float) -> Pause | None:
         """Note a pass; the pause if one begins with it."""
         self.counts[bisect.bisect_left(BUCKETS_US, taken_us)] += 1
         self.longest_us = max(self.longest_us, taken_us)
+        self._passes += 1
         if taken_us <= bound:
             return None
         self.broken += 1
-        again, self._last_break_s = now_s - self._last_break_s <= _WINDOW_S, now_s
-        if not again:
+        before, self._last = self._last, _Break(now_s, self._passes, far=taken_us > _FAR * bound)
+        if before is None or now_s - before.at_s > _WINDOW_S:
+            return None
+        if self._passes - before.number >= _RARE and not (before.far and self._last.far):
             return None
         if now_s - self._paused_until_s > _LONGEST_PAUSE_S:
             self._pause_s = _FIRST_PAUSE_S
@@ -94,7 +108,7 @@ class Watch:
         longest = f"{taken_us / 1e3:.1f} ms of {bound / 1e3:.1f}"
         self.pause = Pause(now_s + self._pause_s, reason, longest)
         self._pause_s = min(_LONGEST_PAUSE_S, 2 * self._pause_s)
-        self._paused_until_s, self._last_break_s = self.pause.until_s, float("-inf")
+        self._paused_until_s, self._last = self.pause.until_s, None
         self.pauses += 1
         return self.pause
 

@@ -122,6 +122,23 @@ def test_two_long_passes_that_lie_far_apart_pause_nothing() -> None:
     assert [watch.observe(9000, HARD_US, at) for at in (0, 61, 122, 183)] == [None] * 4
 
 
+@pytest.mark.parametrize(
+    ("taken_us", "between", "pauses"),
+    [
+        pytest.param(3000, 98, 1, id="two in a hundred"),
+        pytest.param(3000, 99, 0, id="rare"),
+        pytest.param(9000, 5000, 1, id="rare and several times too long"),
+    ],
+)
+def test_rare_passes_that_are_a_little_too_long_pause_nothing(taken_us: float, between: int, pauses: int) -> None:
+    watch = Watch()
+    watch.observe(taken_us, HARD_US, 0)
+    for _ in range(between):
+        watch.observe(500, HARD_US, 1)
+    watch.observe(taken_us, HARD_US, 2)
+    assert (watch.broken, watch.pauses) == (2, pauses)
+
+
 def test_pauses_double_to_ten_minutes_and_begin_small_again_after_ten_good_ones() -> None:
     watch, now, lengths = Watch(), 0.0, []
     for _ in range(12):
