@@ -64,6 +64,7 @@ class IdleScheduler:
         self.idle_sleeper = None
         self._engine_paused = False
         self.offload_tags: set[str] = set()
+        self.profile_in_progress = False
         self.maybe_sleep_on_idle = Scheduler.maybe_sleep_on_idle.__get__(self)
 
 

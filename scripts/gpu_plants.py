@@ -47,7 +47,6 @@ from sglang_moe_autotune.compiler import Compiler
 from sglang_moe_autotune.kernels import LIMIT, Kernels, unload_module
 from sglang_moe_autotune.launches import TIMED_ROUTINGS, Launches
 from sglang_moe_autotune.layers import LiveLayer, call_key, gemm_call, quant_info
-from sglang_moe_autotune.machine import publish_server_args
 from sglang_moe_autotune.quarantine import Quarantine
 from sglang_moe_autotune.shapes import ConfigPair, Gemm, KernelConfig, MoeShape
 from sglang_moe_autotune.warm import WarmProvider
@@ -594,7 +593,7 @@ def main() -> int:
         global MS, DTYPES, CONFIGS, SHAPES  # noqa: PLW0603 - the interpreter is slow, and bf16 is not right in it
         MS, DTYPES, CONFIGS = (5,), ("float16", "float16"), CONFIGS[:1]
         SHAPES = (MoeShape((4, 80, 64), (4, 64, 40), 2),)
-    publish_server_args()
+    releases.publish_server_args()
     device = torch.device("cpu") if DRY else scratch.serving_device()
     bed = Bed(folder, plants, device, options.seed)
     trials = drawn(plants, options.trials, random.Random(options.seed))  # noqa: S311 - no secret

@@ -223,8 +223,8 @@ def script(run: Run, bed: Bed, path: Path, candidates: int) -> None:
         for config in configs:
             try:
                 for gemm in GEMMS:
-                    args, named = bench._call(gemm, config, 0, "uniform")  # type: ignore[attr-defined]
-                    invoke = bed.machine.provider._inner.serving.invoke  # type: ignore[attr-defined]
+                    args, named = bench._launches.call(gemm, config, 0, "uniform")  # type: ignore[attr-defined]
+                    invoke = bed.machine.provider.inner.serving.invoke  # type: ignore[attr-defined]
                     invoke(*args, **named)
                     graph = torch.cuda.CUDAGraph()
                     with torch.cuda.graph(graph):

@@ -25,8 +25,10 @@ from typing import TYPE_CHECKING, Any
 
 from sglang_moe_autotune import machine, stand_in
 from sglang_moe_autotune.errand import Errand, Item, shape_of_fields
+from sglang_moe_autotune.kernels import Kernels
 from sglang_moe_autotune.search_space import full_space, illegal, shared_memory_bytes
 from sglang_moe_autotune.shapes import GEMMS, ConfigPair, Gemm, KernelConfig, MoeShape
+from sglang_moe_autotune.warm import WarmProvider
 
 if TYPE_CHECKING:
     from sglang_moe_autotune.bench import Bench, Sample
@@ -202,6 +204,8 @@ def main() -> int:
     until_s = time.monotonic() + options.budget_s
     order = Errand("tune", (Item(shape, tuple(ms)),), None, slice_us=SLICE_US, compile_processes=options.processes)
     bed = machine.gpu_machine(order)
+    if isinstance(bed.provider, WarmProvider):
+        bed.provider.inner.kernels = Kernels(limit=1 << 14)  # all of them are launched again at the next M
     if options.compile_only:
         stand_in.WANTED = 1  # type: ignore[misc]  # nothing is timed: the memory is left to whatever runs beside this
     if reason := bed.load(shape):

@@ -18,6 +18,7 @@ from sglang_moe_autotune import (
     export,
     figures,
     importing,
+    matrix,
     objects,
     offline_cli,
     quarantine_cli,
@@ -247,14 +248,18 @@ def report_command(output: Path | None, folder: Path | None, environment: str | 
 @main.command(
     "doctor",
     short_help="Can a server that is started here tune?",
-    epilog=shell.example("doctor", "doctor --json"),
+    epilog=shell.example("doctor", "doctor --json", "doctor --matrix"),
 )
+@click.option("--matrix", "releases", is_flag=True, help="The releases of SGLang that were checked, and the one here.")
 @shell.options("dir", "json")
-def doctor_command(folder: Path | None, *, as_json: bool) -> None:
+def doctor_command(folder: Path | None, *, releases: bool, as_json: bool) -> None:
     """Check this machine and this Python: can a server started from here tune?
 
     Imports neither SGLang nor torch. Exits with 1 if a check fails; warnings are no failure.
     """
+    if releases:
+        _show_releases(as_json=as_json)
+        return
     rows = doctor.examine(shell.environ(folder))
     if as_json:
         shell.emit(objects.checks(rows))
@@ -263,6 +268,18 @@ def doctor_command(folder: Path | None, *, as_json: bool) -> None:
 
         shell.show(tables.checks(rows))
     if any(row.health == "fail" for row in rows):
+        sys.exit(NothingFound.exit_code)
+
+
+def _show_releases(*, as_json: bool) -> None:
+    checked, here = matrix.load(), doctor.installed()
+    if as_json:
+        shell.emit(objects.releases(checked, here))
+    else:
+        from sglang_moe_autotune import tables  # noqa: PLC0415 - rich, which --json does without
+
+        shell.show(*tables.releases(checked, here))
+    if here is not None and here.state in {"aside", "unsupported"}:
         sys.exit(NothingFound.exit_code)
 
 

@@ -22,6 +22,10 @@ if TYPE_CHECKING:
     from sglang_moe_autotune.shapes import MoeShape
 
 
+_OF_0_5_11 = ("triton_3_4_0", "triton_3_3_1", "triton_3_2_0", "triton_3_1_0")
+"""the only other versions that this release looks for; later ones take whatever is there"""
+
+
 class StockAnswer(NamedTuple):
     """What a file of SGLang says for one M."""
 
@@ -69,6 +73,8 @@ def _table(folder: Path, triton: str, name: str) -> tuple[Origin, Path, Rows] | 
     """The file of this Triton, else of the newest other one that has it."""
     own = folder_name(triton)
     others = [version for version in _versions(folder) or [] if version != own]
+    if doctor.version_of("sglang") == "0.5.11":
+        others = [version for version in others if version in _OF_0_5_11]
     for version in (own, *others):
         path = folder / version / name
         try:

@@ -18,10 +18,13 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from filelock import FileLock, Timeout
 
-from sglang_moe_autotune import deaths, store, switch, targets
+from sglang_moe_autotune import deaths, fit, kernel_source, matrix, store, switch, targets
+from sglang_moe_autotune.contract import LAUNCH, NEEDED, UNSUPPORTED
 from sglang_moe_autotune.errors import StoreError
+from sglang_moe_autotune.matrix import Release
 from sglang_moe_autotune.settings import Settings, cache_root
 from sglang_moe_autotune.sglang_json import folder_name
+from sglang_moe_autotune.source import Source
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -85,7 +88,9 @@ def check_sglang(version: str | None) -> Check:
     if tuple(map(int, match.groups())) < FIRST_SGLANG:
         first = ".".join(map(str, FIRST_SGLANG))
         return Check("sglang", "fail", f"{version} loads no plugins", f"install SGLang {first} or later")
-    return Check("sglang", "ok", version)
+    known = [release.version for release in matrix.load().releases]
+    says = version if version in known else f"{version}; {known[0]} to {known[-1]} were checked, see --matrix"
+    return Check("sglang", "ok", says)
 
 
 def check_plugin(names: Iterable[str], allowed: str | None) -> Check:
@@ -104,7 +109,7 @@ def check_hooks(root: Path | None) -> list[Check]:
     """What the plugin hooks is in the SGLang below ``root``."""
     if root is None:
         return [Check("hooks", "unknown", "no SGLang to look at", _HERE)]
-    source = targets.Source(root)
+    source = Source(root)
     health: dict[str, Health] = {"there": "ok", "moved": "fail", "changed": "fail", "unread": "unknown"}
     rows = []
     for target in targets.TARGETS:
@@ -112,6 +117,39 @@ def check_hooks(root: Path | None) -> list[Check]:
         cure = "" if found.state == "there" else f"install a release of {DISTRIBUTION} made for this SGLang"
         rows.append(Check(f"hook {target.name.split('.')[-1]}", health[found.state], found.reason or "found", cure))
     return rows
+
+
+def check_contract(root: Path | None) -> list[Check]:
+    """The rest of what the plugin reads and calls is in the SGLang below ``root``; a row for each part that is not."""
+    if root is None:
+        return []
+    parts = fit.examine(Source(root))
+    cure = f"install a release of {DISTRIBUTION} made for this SGLang"
+    rows = []
+    for part, found in parts.items():
+        if found.lacks:
+            rows.append(Check(f"contract {part}", "fail" if part in NEEDED else "warn", "; ".join(found.lacks), cure))
+        elif found.unread:
+            rows.append(Check(f"contract {part}", "unknown", found.unread, _HERE))
+    return rows or [Check("contract", "ok", f"what is read and called of SGLang is there ({len(parts)} parts)")]
+
+
+def installed() -> Release | None:
+    """How the SGLang of this Python stands, by its source; None where there is none."""
+    root, version = sglang_root(), version_of("sglang")
+    if root is None or version is None:
+        return None
+    source = Source(root)
+    parts = fit.examine(source)
+    lacks = {part: (*found.lacks, *filter(None, [found.unread])) for part, found in parts.items()}
+    return Release(
+        version=version,
+        torch=version_of("torch") or "",
+        kernel=kernel_source.kernel_hash(source, *LAUNCH),
+        lacks={part: reasons for part, reasons in lacks.items() if reasons},
+        ways={part: found.ways for part, found in parts.items() if found.ways},
+        unsupported=UNSUPPORTED.get(version, ""),
+    )
 
 
 def check_triton(version: str | None, root: Path | None) -> Check:
@@ -273,6 +311,7 @@ def examine(environ: Mapping[str, str]) -> tuple[Check, ...]:
         check_sglang(version_of("sglang")),
         check_plugin(names, environ.get("SGLANG_PLUGINS")),
         *check_hooks(sglang),
+        *check_contract(sglang),
         check_installed("torch"),
         check_triton(triton, sglang),
         check_compiler(environ),

@@ -38,7 +38,8 @@ EVIDENCE = "sglang-moe-autotune-evidence.json"
 def export(
     contents: Contents, folder: Path, *, keep_foreign: bool = False, replayed: bool = False
 ) -> Exported:
-    """Write every shape with a learned row as ``folder/configs/triton_X_Y_Z/<name>.json``, up and down.
+    """Write every shape with a learned row as ``folder/configs/triton_X_Y_Z/<name>.json``, up and down. A slash in
+    the GPU's name makes folders, since SGLang opens just such a path.
 
     Files of an earlier export are replaced, all others stay, and a crash leaves a pair whole or its up file alone.
     Where a file that is not ours has the name of one of ours, it stays and our pair is left out, with a note
@@ -47,8 +48,8 @@ def export(
     """
     environment = contents.environment
     version_folder = _checked_folder(folder, environment.triton)
-    if "/" in environment.device_name or "\0" in environment.device_name:
-        raise ExportError(f"a device name with a slash makes no file name: {environment.device_name!r}")
+    if (device := environment.device_name) and (".." in device.split("/") or "\0" in device):
+        raise ExportError(f"a device of this name has no file of its own below {version_folder}: {device!r}")
     shown = {key: r for key, r in contents.records.items() if replayed or r.source != "replayed"}
     left_out = len(contents.records) - len(shown)
     contents = msgspec.structs.replace(contents, records=shown)
@@ -167,7 +168,7 @@ def _write(
     staging.mkdir()
     try:
         for path, text in texts.items():
-            _write_whole(staging / path.name, text)
+            _write_whole(staging / path.relative_to(version_folder), text)
             # The old digest stays until the next export: a crash before the replace leaves the old file.
             key = _key(path, folder)
             manifest[key] = [*manifest.get(key, [])[-1:], _digest(text.encode())]
@@ -183,13 +184,15 @@ def _write(
             # An old down row beside a new up row is a pair that nobody measured; without a down file, SGLang
             # takes the up row for both.
             down.unlink(missing_ok=True)
-            (staging / up.name).replace(up)
-            (staging / down.name).replace(down)
+            up.parent.mkdir(parents=True, exist_ok=True)
+            for path in (up, down):
+                (staging / path.relative_to(version_folder)).replace(path)
     finally:
         shutil.rmtree(staging, ignore_errors=True)
 
 
 def _write_whole(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", encoding="utf-8") as file:
         file.write(text)
         file.flush()

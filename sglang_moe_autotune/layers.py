@@ -174,7 +174,7 @@ def gemm_call(
         buffers.sorted_token_ids,
         buffers.expert_ids,
         buffers.num_tokens_post_padded,
-        on_input if up else not on_input and "no-combine" not in layer.variant,
+        on_input if up else not on_input and ("no-combine" not in layer.variant or "keeps-weight" in layer.variant),
         top_k if up else 1,
         config,
     )
@@ -206,6 +206,7 @@ def _variant(quant: Any, runner_config: Any) -> tuple[str, ...]:
     flags = {
         "bias": quant.b13 is not None or quant.b2 is not None,
         "fused-swiglu": getattr(quant, "fuse_swiglu_interleaved", False),
+        "keeps-weight": getattr(runner_config, "no_combine_keep_router_weight", False),
         "no-combine": getattr(runner_config, "no_combine", False),
         "router-weight-on-input": getattr(runner_config, "apply_router_weight_on_input", False),
         "ungated": not getattr(runner_config, "is_gated", True),

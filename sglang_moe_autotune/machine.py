@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -47,7 +46,7 @@ def gpu_machine(order: Errand) -> Machine:
     """This process's first GPU; ends the process where there is none. Raises ImportError without SGLang."""
     if not torch.cuda.is_available():
         raise SystemExit("no GPU is visible to this process: see nvidia-smi and CUDA_VISIBLE_DEVICES")
-    publish_server_args()
+    releases.publish_server_args()
     invoke = releases.invoke_function()
     environment = releases.environment(invoke)
     compiles = CompileCount()
@@ -86,15 +85,3 @@ def gpu_machine(order: Errand) -> Machine:
         sglang=releases.version(),
         driver=releases.driver_version(),
     )
-
-
-def publish_server_args() -> Any:
-    """Give SGLang the configuration that its lookup and kernels ask for, as an empty server would have it."""
-    try:
-        context = importlib.import_module("sglang.srt.runtime_context").get_context()
-        return context.override_server_args().install()
-    except (ImportError, AttributeError):
-        module = importlib.import_module("sglang.srt.server_args")  # SGLang before 0.5.16
-        server_args = module.ServerArgs(model_path="dummy")
-        module.set_global_server_args_for_scheduler(server_args)
-        return server_args

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from sglang_moe_autotune.doctor import Check
     from sglang_moe_autotune.explain import Step
     from sglang_moe_autotune.figures import PageFigures
+    from sglang_moe_autotune.matrix import Matrix, Release
     from sglang_moe_autotune.records import Environment
     from sglang_moe_autotune.remote import RemoteStatus
     from sglang_moe_autotune.shapes import ConfigPair, MoeShape
@@ -138,6 +139,16 @@ def change(value: Change) -> Json:
         **dict(zip(("verdict_before", "verdict_after"), verdicts, strict=True)),
         **dict(zip(("source_before", "source_after"), sources, strict=True)),
     }
+
+
+def releases(checked: Matrix, here: Release | None) -> Json:
+    """The releases that were checked, and the installed one by its source (null where there is none)."""
+
+    def one(release: Release) -> Json:
+        found: Json = msgspec.to_builtins(release)
+        return {**found, "state": release.state}
+
+    return {"releases": [one(r) for r in checked.releases], "installed": None if here is None else one(here)}
 
 
 def checks(rows: Iterable[Check]) -> Json:

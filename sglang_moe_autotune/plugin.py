@@ -12,10 +12,13 @@ import logging
 import multiprocessing
 import os
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from sglang_moe_autotune import controls, server_info
+from sglang_moe_autotune import controls, fit, matrix, server_info
+from sglang_moe_autotune.contract import NEEDED
 from sglang_moe_autotune.settings import Settings
+from sglang_moe_autotune.source import Source
 from sglang_moe_autotune.targets import (
     BATCH,
     CAPTURE,
@@ -86,13 +89,14 @@ def register() -> None:
         return
     for warning in warnings:
         logger.warning("%s", warning)
-    if changed := [why for target in TARGETS if (why := _why_unusable(target))]:
+    if changed := _unfit():
         from sglang_moe_autotune import releases  # noqa: PLC0415 - as below
 
+        tested = [release.version for release in matrix.load().releases]
         logger.warning(
-            "MoE autotune stands aside, as if it were not installed: %s. SGLang is %s; tested are %s."
+            "MoE autotune stands aside, as if it were not installed: %s. SGLang is %s; tested are %s to %s."
             " Update sglang-moe-autotune, or run `sglang-moe-autotune doctor`.",
-            "; ".join(changed), releases.version(), ", ".join(releases.TESTED),
+            "; ".join(changed), releases.version(), tested[0], tested[-1],
         )  # fmt: skip
         return
 
@@ -176,15 +180,20 @@ def on_idle(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: 
     return original(scheduler, *args, **kwargs)
 
 
-def on_batch(scheduler: Any, batch: Any, *_args: Any, **_kwargs: Any) -> None:
+def on_batch(scheduler: Any, *args: Any, **kwargs: Any) -> None:
     """BEFORE ``Scheduler.run_batch``: count what is served."""
     if _serving is not None:
-        _FENCES[BATCH.name].call(_serving.batch, scheduler, batch)
+        _FENCES[BATCH.name].call(_serving.batch, scheduler, _first(args, kwargs))
 
 
-def on_requests(_scheduler: Any, requests: Any, *_args: Any, **_kwargs: Any) -> None:
+def _first(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The first argument after ``self``, whatever SGLang calls it: a TypeError in a hook would be SGLang's."""
+    return args[0] if args else next(iter(kwargs.values()), None)
+
+
+def on_requests(_scheduler: Any, *args: Any, **kwargs: Any) -> None:
     """BEFORE ``Scheduler.process_input_requests``, in every pass: let go of the device before weights move."""
-    state, fence = _serving, _FENCES[REQUESTS.name]
+    state, fence, requests = _serving, _FENCES[REQUESTS.name], _first(args, kwargs)
     if requests and state is not None:
         fence.call(state.requests, requests)
         if fence.broken:
@@ -251,6 +260,16 @@ def _resolve(target: HookTarget) -> Any:
     for name in target.name.split("."):
         found = getattr(found, name, None)
     return found
+
+
+def _unfit() -> list[str]:
+    """What this SGLang lacks of what the plugin needs, nothing where it fits: the hooked functions as they are now,
+    and the rest of the contract in the source, which takes some 0.4 s. A source that cannot be read is no reason."""
+    if changed := [why for target in TARGETS if (why := _why_unusable(target))]:
+        return changed
+    folders: list[str] = list(importlib.import_module("sglang").__path__)
+    parts = fit.examine(Source(Path(folders[0]).parent), NEEDED)
+    return [why for part in parts.values() for why in part.lacks]
 
 
 def _why_unusable(target: HookTarget) -> str | None:

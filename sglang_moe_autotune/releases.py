@@ -8,10 +8,10 @@ import importlib
 import importlib.metadata
 import inspect
 import os
-import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from sglang_moe_autotune.contract import HARMLESS_REQUESTS
 from sglang_moe_autotune.records import Environment, Origin
 from sglang_moe_autotune.sglang_json import folder_name
 from sglang_moe_autotune.targets import LOOKUP
@@ -23,13 +23,8 @@ if TYPE_CHECKING:
     from sglang_moe_autotune.heat import BatchKind
     from sglang_moe_autotune.shapes import MoeShape
 
-TESTED = ("0.5.16", "0.5.23")
-"""Releases that the tests and the figures were made with; others work where the hooked functions are there."""
-
 _TRITON_UTILS = LOOKUP.module.rpartition(".")[0]
 _HEALTH_PREFIX = "HEALTH_CHECK"
-_DISTURBING = re.compile("Pause|Release|Resume|Weight|LoRA|Flush|Profile|Shutdown")
-"""in the names of SGLang's control requests, which are classes of ``io_struct``"""
 
 
 def version() -> str:
@@ -78,6 +73,18 @@ def deterministic() -> bool:
     return bool(getattr(config, name)().enable_deterministic_inference)
 
 
+def publish_server_args() -> Any:
+    """Give SGLang the configuration that its lookup and kernels ask for, as an empty server would have it."""
+    try:
+        context = importlib.import_module("sglang.srt.runtime_context").get_context()
+        return context.override_server_args().install()
+    except (ImportError, AttributeError):
+        module = importlib.import_module("sglang.srt.server_args")  # before 0.5.16
+        server_args = module.ServerArgs(model_path="dummy")
+        module.set_global_server_args_for_scheduler(server_args)
+        return server_args
+
+
 def stock_lookup() -> Callable[..., Any]:
     """SGLang's own ``try_get_optimal_moe_config``, beneath the hooks."""
     function: Callable[..., Any] = inspect.unwrap(config_module().try_get_optimal_moe_config)
@@ -113,24 +120,23 @@ def shipped_folder() -> Path:
 def origin(shape: MoeShape) -> Origin:
     """Where SGLang's answer for a shape comes from: a file of this Triton, one of another, or its heuristic.
 
-    SGLang's own lookup does not tell the first two apart. Reads a folder: never on the hot path.
+    SGLang's own lookup does not tell the first two apart, and which other Triton versions it looks for differs:
+    0.5.11 knows four, later releases take any. Reads files: never on the hot path.
     """
     import triton  # noqa: PLC0415 - its version only
 
-    name = config_module().get_config_file_name(
-        shape.E,
-        shape.N,
-        shape.dtype,
-        list(shape.block_shape) if shape.block_shape else [0, 0],
-        shape.per_channel_quant,
-    )
-    folder = configs_folder()
-    if (folder / folder_name(triton.__version__) / name).exists():
+    block = shape.block_shape or (0, 0)
+    name = config_module().get_config_file_name(shape.E, shape.N, shape.dtype, list(block), shape.per_channel_quant)
+    if (configs_folder() / folder_name(triton.__version__) / name).exists():
         return "exact"
     try:
-        return "fallback" if any((f / name).exists() for f in folder.glob("triton_*")) else "miss"
-    except OSError:
+        # As SGLang's own lookup calls it, so that its cache answers and its warning is not repeated.
+        found = config_module().get_moe_configs(
+            shape.E, shape.N, shape.dtype, *block, per_channel_quant=shape.per_channel_quant, down_moe=False
+        )
+    except (OSError, ValueError):  # the folder cannot be listed, or holds a version that is no number
         return "miss"
+    return "fallback" if found else "miss"
 
 
 def kernel_hash(invoke: Callable[..., Any]) -> str:
@@ -171,21 +177,32 @@ def driver_version() -> str:
     return next((w for w in words if w[:1].isdigit() and w.count(".") >= 1), "")
 
 
+def setting(server_args: Any, name: str, default: Any = None) -> Any:
+    """A server argument as SGLang resolved it.
+
+    From 0.5.19 on the attribute keeps what the user wrote, and what SGLang decided stands in a list beside it, the
+    last one last; 0.5.15 to 0.5.18 do so for some arguments.
+    """
+    for _, decided in reversed(getattr(server_args, "_resolved_overrides", None) or ()):
+        if name in decided:
+            return decided[name]
+    return getattr(server_args, name, default)
+
+
 def ranks(server_args: Any) -> int:
     """How many ranks share the model."""
-    sizes = (getattr(server_args, name, 1) or 1 for name in ("tp_size", "pp_size", "dp_size", "ep_size"))
-    return max(1, *sizes)
+    return max(1, *(setting(server_args, name) or 1 for name in ("tp_size", "pp_size", "dp_size", "ep_size")))
 
 
 def why_never(server_args: Any) -> str:
     """Why this server must not tune at all, or "". Asked once."""
-    if ranks(server_args) > 1 or (getattr(server_args, "nnodes", 1) or 1) > 1:
+    if ranks(server_args) > 1 or (setting(server_args, "nnodes") or 1) > 1:
         return "the model is spread over several ranks; stored rows are served, and nothing is tuned there yet"
-    if getattr(server_args, "enable_fused_moe_sum_all_reduce", False):
+    if setting(server_args, "enable_fused_moe_sum_all_reduce"):
         return "--enable-fused-moe-sum-all-reduce changes the down GEMM, which is not tuned yet"
-    if getattr(server_args, "enable_lora", False):
+    if setting(server_args, "enable_lora"):
         return "LoRA adapters can be loaded between two batches, and tuning beside that is not shown to be safe yet"
-    if (getattr(server_args, "disaggregation_mode", "null") or "null") != "null":
+    if (setting(server_args, "disaggregation_mode") or "null") != "null":
         return "disaggregated prefill and decode are not shown to be safe yet"
     if os.environ.get("SGLANG_CRASH_ON_TRITON_LOAD_AFTER_READY", "").lower() in {"1", "true", "yes"}:
         return "SGLANG_CRASH_ON_TRITON_LOAD_AFTER_READY would end the server at the first candidate"
@@ -193,15 +210,19 @@ def why_never(server_args: Any) -> str:
 
 
 def why_not_now(scheduler: Any) -> str:
-    """Why this idle pass must launch nothing, or "". Asked in every idle pass: attribute reads only."""
+    """Why this idle pass must launch nothing, or "". Asked in every idle pass: attribute reads only.
+
+    Raises AttributeError where a release does not tell: not knowing must end tuning, never pass for a yes. 0.5.11 and
+    0.5.12 keep on the scheduler what later releases keep in parts of it; sessions came with 0.5.21.
+    """
     if scheduler._engine_paused:
         return "the engine is paused"
     owner = getattr(scheduler, "weight_updater", scheduler)
-    if getattr(owner, "offload_tags", None):
+    if owner.offload_tags:
         return "weights or caches are released"
     if getattr(owner, "_session", None) is not None:
         return "weights are being updated"
-    if getattr(getattr(scheduler, "profiler_manager", scheduler), "profile_in_progress", False):
+    if getattr(scheduler, "profiler_manager", scheduler).profile_in_progress:
         return "the profiler is on"
     return ""
 
@@ -224,8 +245,8 @@ def request_sockets(scheduler: Any) -> tuple[Any, ...]:
 
 
 def disturbs(requests: Any) -> bool:
-    """Does a received request pause the engine, or move weights, caches or adapters?"""
-    return any(_DISTURBING.search(type(request).__name__) for request in requests)
+    """May one of the received requests pause the engine, or move weights, caches, experts or adapters?"""
+    return any(type(request).__name__ not in HARMLESS_REQUESTS for request in requests)
 
 
 def batch_tokens(scheduler: Any, batch: Any) -> tuple[BatchKind, int] | None:
@@ -235,8 +256,12 @@ def batch_tokens(scheduler: Any, batch: Any) -> tuple[BatchKind, int] | None:
         return None
     if batch.forward_mode.is_extend():
         return "prefill", int(batch.extend_num_tokens or 0)
-    drafts = getattr(scheduler.server_args, "speculative_num_draft_tokens", None) or 1
-    return "decode", len(requests) * drafts
+    return "decode", len(requests) * _drafts(scheduler)
+
+
+def _drafts(scheduler: Any) -> int:
+    """Tokens that a decode step runs for each request: more than one where drafts are verified."""
+    return setting(scheduler.server_args, "speculative_num_draft_tokens") or 1
 
 
 def sizes_to_capture(model_runner: Any) -> dict[BatchKind, list[int]]:
@@ -257,7 +282,7 @@ def sizes_to_capture(model_runner: Any) -> dict[BatchKind, list[int]]:
 def captured_sizes(scheduler: Any) -> Mapping[BatchKind, Sequence[int]]:
     """Tokens of the captured graphs by kind, ascending; what a release does not show is left out."""
     model_runner = getattr(getattr(scheduler, "tp_worker", None), "model_runner", None)
-    drafts = getattr(scheduler.server_args, "speculative_num_draft_tokens", None) or 1
+    drafts = _drafts(scheduler)
     sizes: dict[BatchKind, Sequence[int]] = {}
     for name in ("decode_cuda_graph_runner", "graph_runner"):
         if found := getattr(getattr(model_runner, name, None), "capture_bs", None):

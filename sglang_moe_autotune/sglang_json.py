@@ -55,7 +55,7 @@ class FileName(NamedTuple):
 
 
 _NAME = re.compile(
-    r"E=(?P<E>[1-9]\d{0,8}),N=(?P<N>[1-9]\d{0,8}),device_name=(?P<device>[^,/]+?)(?:,dtype=(?P<dtype>\w+?))?"
+    r"E=(?P<E>[1-9]\d{0,8}),N=(?P<N>[1-9]\d{0,8}),device_name=(?P<device>[^/]*?)(?:,dtype=(?P<dtype>\w+?))?"
     r"(?:,block_shape=\[(?P<n>\d{1,6}), ?(?P<k>\d{1,6})\])?(?P<channel>,per_channel_quant=True)?"
     r"(?P<down>_down)?\.json",
     re.ASCII,

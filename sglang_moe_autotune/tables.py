@@ -12,6 +12,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from sglang_moe_autotune import matrix
 from sglang_moe_autotune.idle_time import scarce
 from sglang_moe_autotune.status import differences
 from sglang_moe_autotune.summary import GIVEN, title
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from sglang_moe_autotune.changes import Change
     from sglang_moe_autotune.doctor import Check
     from sglang_moe_autotune.explain import Step
+    from sglang_moe_autotune.matrix import Matrix, Release
     from sglang_moe_autotune.quarantine import Held
     from sglang_moe_autotune.records import Record
     from sglang_moe_autotune.remote import RemoteStatus
@@ -250,6 +252,24 @@ def checks(rows: Iterable[Check]) -> Table:
         if row.cure:
             table.add_row("", "", Text(f"-> {row.cure}", style="italic"))
     return table
+
+
+def releases(checked: Matrix, here: Release | None) -> Iterator[RenderableType]:
+    """A line a release, then how the installed one stands, each thing it lacks on a line."""
+    table = _table(*matrix.HEADINGS[:-1])
+    for row in matrix.rows(checked):
+        table.add_row(*row[:-1])
+    yield table
+    if here is None:
+        yield Text("There is no SGLang in this Python.")
+        return
+    known = next((r for r in checked.releases if r.version == here.version), None)
+    as_checked = known is not None and known.kernel == here.kernel
+    told = "" if known is None else ", as it was checked" if as_checked else ", NOT as it was checked"
+    kernel = here.kernel[:8] or "unknown"
+    yield Text(f"In this Python: {here.version}, {matrix.WORDS[here.state]}; kernel {kernel}{told}")
+    for part, reasons in here.lacks.items():
+        yield Text(f"  {part}: {'; '.join(reasons)}")
 
 
 def explanation(steps: Sequence[Step]) -> Iterator[RenderableType]:

@@ -23,12 +23,12 @@ class WarmProvider:
     """Opens the benches of a ``DeviceProvider`` after one launch of the baseline; see ``bench.BenchmarkProvider``."""
 
     def __init__(self, inner: DeviceProvider) -> None:
-        self._inner = inner
+        self.inner = inner
         self.compiler = inner.compiler
         self._warm: set[tuple[MoeShape, int, ConfigPair]] = set()
 
     def open(self, shape: MoeShape, M: int, baseline: ConfigPair) -> Bench | str:  # noqa: N803
-        opened = self._inner.open(shape, M, baseline)
+        opened = self.inner.open(shape, M, baseline)
         if isinstance(opened, str) or (shape, M, baseline) in self._warm:
             return opened
         try:
@@ -44,7 +44,7 @@ class WarmProvider:
         return reason
 
     def _launch(self, shape: MoeShape, M: int, baseline: ConfigPair) -> None:  # noqa: N803
-        lent = self._inner.serving
+        lent = self.inner.serving
         layer = lent.layers(shape)[0]
         quant = quant_info(layer.module)
         scratch = Scratch(shape, M, lent.align, 1.0, flush=False)
@@ -55,9 +55,9 @@ class WarmProvider:
                 config = baseline.of(gemm)
                 buffers = scratch.buffers(gemm, config.BLOCK_SIZE_M, _ROUTING, scratch.output)
                 args, named = gemm_call(gemm, layer, quant, buffers, shape.top_k, config.to_dict())
-                named = {k: v for k, v in named.items() if k in self._inner.recorder.parameters}
+                named = {k: v for k, v in named.items() if k in self.inner.recorder.parameters}
                 # The compile process takes seconds to start: it does so while this process compiles the baseline.
-                made = self._inner.recorder.record(*args, **named)
+                made = self.inner.recorder.record(*args, **named)
                 self.compiler.readiness(launch.binary_of(made, torch.cuda.current_device()))
                 lent.invoke(*args, **named)
                 del args, named, made, buffers

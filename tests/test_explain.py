@@ -150,6 +150,17 @@ def test_the_files_of_this_triton_come_first_then_the_newest(tmp_path: Path) -> 
     assert (found.origin, found.path, found.pair.up) == ("exact", own, v.LARGE)
 
 
+def test_sglang_0_5_11_takes_no_other_versions_than_the_four_it_knows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(tmp_path, "3.6.0", {1: v.LARGE})
+    assert ask(tmp_path) is not None
+    monkeypatch.setattr(config_folder.doctor, "version_of", lambda _name: "0.5.11")
+    assert ask(tmp_path) is None
+    known = put(tmp_path, "3.4.0", {1: v.SMALL})
+    assert getattr(ask(tmp_path), "path", None) == known
+
+
 def test_c10_the_nearest_row_is_served_and_named(tmp_path: Path) -> None:
     put(tmp_path, "3.8.0", {96: v.SMALL, 1024: v.LARGE})
     for m, key in ((1, 96), (96, 96), (4096, 1024)):

@@ -45,7 +45,7 @@ def test_a_name_is_read_back_as_it_was_written(shape: MoeShape, down: bool) -> N
     "name",
     [
         "config.json", "E=128,N=768.json", "E=x,N=768,device_name=H.json", "E=0,N=768,device_name=H.json",
-        "E=128,N=768,device_name=../../x.json", "E=128,N=768,device_name=H.json.bak", "", "E=1,N=1,device_name=,.json",
+        "E=128,N=768,device_name=../../x.json", "E=128,N=768,device_name=H.json.bak", "", "E=1,N=1,dtype=float32.json",
         f"E={'9' * 40},N=1,device_name=H.json",
     ],
 )  # fmt: skip

@@ -127,6 +127,7 @@ def compare_with_the_real_sequence(config: dict[str, object]) -> dict[str, objec
         "b1": quant.b13, "b2": quant.b2, "use_fp8_w8a8": False, "use_int8_w8a8": False, "use_int8_w8a16": False,
         "use_int4_w4a16": False, "per_channel_quant": False, "w1_scale": None, "w2_scale": None, "w1_zp": None,
         "w2_zp": None, "a1_scale": None, "a2_scale": None, "block_shape": None, "activation": runner.activation,
+        "no_combine_keep_router_weight": getattr(runner, "no_combine_keep_router_weight", False),
         "is_gated": True, "no_combine": runner.no_combine, "inplace": not runner.no_combine,
         "apply_router_weight_on_input": runner.apply_router_weight_on_input, "routed_scaling_factor": None,
         "gemm1_alpha": None, "gemm1_limit": None, "filter_expert": layer.ep,
@@ -170,6 +171,10 @@ def compare_with_the_real_sequence(config: dict[str, object]) -> dict[str, objec
         pytest.param({"num_experts": 24}, id="c15-experts-of-other-ranks"),
         pytest.param({"apply_router_weight_on_input": True}, id="router-weight-on-input"),
         pytest.param({"no_combine": True, "inplace": False}, id="no-combine"),
+        pytest.param(
+            {"no_combine": True, "inplace": False, "no_combine_keep_router_weight": True},
+            id="no-combine-keeps-the-weight",
+        ),
     ],
 )
 def test_the_two_calls_are_those_of_sglangs_own_sequence(

@@ -142,7 +142,42 @@ def test_c39_an_sglang_that_moved_a_hooked_function_runs_as_if_there_were_no_plu
     told = start_scheduler(plugins=False).run(load_into_a_changed_sglang)
     (message,) = told["messages"]
     assert "run_batch is gone" in message
-    assert "tested are 0.5.16, 0.5.23" in message
+    assert "tested are 0.5.11 to 0.5.23" in message
+    assert told["hooks"] == []
+
+
+def load_into_an_sglang_with_another_name() -> dict[str, object]:
+    import logging
+    import pathlib
+    import shutil
+    import tempfile
+
+    import sglang
+    from sglang.srt.plugins import load_plugins
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    messages: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("sglang.moe_autotune").addHandler(handler)
+    # Every hooked function is where it was; what says that weights are released has another name.
+    root = pathlib.Path(tempfile.mkdtemp()) / "sglang"
+    shutil.copytree(sglang.__path__[0], root, ignore=shutil.ignore_patterns("*.json", "*.cu*", "multimodal_gen"))
+    updater = root / "srt" / "managers" / "scheduler_components" / "weight_updater.py"
+    updater.write_text(updater.read_text().replace("offload_tags", "released_tags"))
+    sglang.__path__.insert(0, str(root))
+    load_plugins()
+    shutil.rmtree(root.parent)
+    return {"messages": messages, "hooks": list(HookRegistry._hooks)}
+
+
+def test_c39_an_sglang_that_no_longer_tells_when_weights_are_released_is_not_tuned_on(
+    start_scheduler: Callable[..., SchedulerProcess],
+) -> None:
+    told = start_scheduler(plugins=False).run(load_into_an_sglang_with_another_name)
+    (message,) = told["messages"]
+    assert "stands aside" in message
+    assert "SchedulerWeightUpdaterManager has no offload_tags" in message
     assert told["hooks"] == []
 
 
@@ -299,7 +334,12 @@ def origins() -> dict[str, object]:
     block = (128, 128) if "block_shape=[128, 128]" in exact.name else None
     found = releases.origin(MoeShape((e, 2 * n, 4096), (e, 4096, n), 8, dtype, block))
     given.config.get_device_name = lambda *_: "NVIDIA H200"
+    own = given.config.get_moe_configs
+    given.config.get_moe_configs = lambda *_args, **_kwargs: None  # 0.5.11 looks for four other versions only
+    few = releases.origin(MoeShape((128, 1536, 2048), (128, 2048, 768), 8))
+    given.config.get_moe_configs = own
     return {
+        "few": few,
         "file": exact.name,
         "exact": found,
         "fallback": releases.origin(MoeShape((128, 1536, 2048), (128, 2048, 768), 8)),
@@ -310,6 +350,7 @@ def origins() -> dict[str, object]:
 def test_a_file_of_another_triton_is_told_from_one_of_this_triton(prepared: SchedulerProcess) -> None:
     told = prepared.run(origins)
     assert (told["exact"], told["fallback"], told["miss"]) == ("exact", "fallback", "miss"), told["file"]
+    assert told["few"] == "miss", "a file that this release's lookup does not take is no fallback"
 
 
 # -- heat ---------------------------------------------------------------------------------------------------------
@@ -347,6 +388,9 @@ def test_batches_are_counted_once_and_health_probes_are_not(prepared: SchedulerP
 
 def stand_aside() -> dict[str, object]:
     import builtins
+    from types import SimpleNamespace
+
+    from sglang_moe_autotune import releases
 
     given = builtins.given  # type: ignore[attr-defined]
     serving = given.serving
@@ -386,11 +430,25 @@ def stand_aside() -> dict[str, object]:
     look("updating", lambda stub: setattr(stub.weight_updater, "_session", object()))
     look("profiling", lambda stub: setattr(stub.profiler_manager, "profile_in_progress", True))
 
+    def stub_of(change: object) -> object:
+        stub = given.Stub()
+        change(stub)  # type: ignore[operator]
+        return stub
+
     def old_release(stub: object) -> None:
         del stub.weight_updater  # type: ignore[attr-defined]
         stub.offload_tags = {"kv_cache"}  # type: ignore[attr-defined]
 
     look("released-0.5.11", old_release)
+
+    def silent_release(stub: object) -> None:
+        stub.weight_updater = SimpleNamespace(_session=None)  # type: ignore[attr-defined]
+
+    try:
+        releases.why_not_now(stub_of(silent_release))
+        found["silent"] = "said nothing"
+    except AttributeError as error:
+        found["silent"] = str(error)
     found["abandoned"] = len(abandoned)
     serving.tuner = None
     return found
@@ -402,6 +460,7 @@ def test_c38_nothing_is_launched_while_the_engine_forbids_it_and_sglang_sleeps_a
     told = prepared.run(stand_aside)
     assert told.pop("nothing") == [1, 0, ""]
     assert told.pop("abandoned") == 5
+    assert "offload_tags" in told.pop("silent")  # not to know must never pass for a yes
     assert all(row[:2] == [0, 1] for row in told.values()), told
     assert len({row[2] for row in told.values()}) == 4  # one reason each; the two kinds of release share theirs
     assert all(row[2] for row in told.values())
@@ -621,6 +680,47 @@ def test_a_server_that_is_not_shown_to_be_safe_says_why_it_never_tunes(prepared:
     assert single == ""
     assert all(others)
     assert all("several ranks" in why for why in others[:5])
+
+
+def resolved_arguments() -> dict[str, object]:
+    import pickle
+    from types import SimpleNamespace
+
+    from sglang.srt.arg_groups.overrides import declare_resolution
+    from sglang.srt.server_args import ServerArgs
+
+    from sglang_moe_autotune import releases
+
+    asked = ServerArgs(model_path="dummy")
+    before = releases.why_never(asked)
+    declare_resolution(asked, "first", enable_lora=False, speculative_num_draft_tokens=3)
+    declare_resolution(asked, "second", enable_lora=True, ep_size=4)
+    asked = pickle.loads(pickle.dumps(asked))  # noqa: S301 - our own; this is how a scheduler gets it
+    scheduler = SimpleNamespace(server_args=asked)
+    requests = [SimpleNamespace(rid=str(i)) for i in range(5)]
+    batch = SimpleNamespace(reqs=requests, forward_mode=SimpleNamespace(is_extend=lambda: False))
+    return {
+        "attribute": asked.enable_lora,
+        "before": before,
+        "lora": releases.setting(asked, "enable_lora"),
+        "ranks": releases.ranks(asked),
+        "never": releases.why_never(asked),
+        "batch": releases.batch_tokens(scheduler, batch),
+        "absent": releases.setting(asked, "no_such_argument", 7),
+    }
+
+
+def test_server_arguments_are_read_as_sglang_resolved_them_not_as_the_user_wrote_them(
+    prepared: SchedulerProcess,
+) -> None:
+    told = prepared.run(resolved_arguments)
+    assert told["attribute"] is None, "SGLang writes its decisions into the record again"
+    assert told["before"] == ""
+    assert told["lora"] is True
+    assert told["ranks"] == 4
+    assert "several ranks" in told["never"]
+    assert told["batch"] == ["decode", 15]
+    assert told["absent"] == 7
 
 
 def deterministic() -> dict[str, object]:

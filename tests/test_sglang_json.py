@@ -288,7 +288,7 @@ def _change(**environment: Any) -> Contents:
     [
         pytest.param(_change(triton="3.8.0+git5"), None, "plain version", id="Triton with a local part"),
         pytest.param(_change(triton="../../x"), None, "plain version", id="Triton as a path"),
-        pytest.param(_change(device_name="../../x"), None, "slash", id="device as a path"),
+        pytest.param(_change(device_name="../../x"), None, "no file of its own", id="device as a path"),
         pytest.param(_change(device_name="x" * 250), None, "cannot be", id="name too long"),
         pytest.param(LEARNED, "configs/triton_nightly", "move it away", id="SGLang raises on such a folder"),
         pytest.param(LEARNED, "configs", "cannot be listed", id="configs is a file"),

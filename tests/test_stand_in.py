@@ -54,12 +54,12 @@ def build(fields):  # type: ignore[no-untyped-def] # its source runs in the sche
     """Build two layers on the CPU; what the lookup and the launch see of them."""
     import torch  # noqa: PLC0415 - as above
 
-    from sglang_moe_autotune import errand, machine, releases, stand_in  # noqa: PLC0415 - as above
+    from sglang_moe_autotune import errand, releases, stand_in  # noqa: PLC0415 - as above
     from sglang_moe_autotune.launch import LaunchRecorder  # noqa: PLC0415 - as above
     from sglang_moe_autotune.layers import Buffers, gemm_call, quant_info  # noqa: PLC0415 - as above
     from sglang_moe_autotune.lookup import read_answer  # noqa: PLC0415 - as above
 
-    machine.publish_server_args()
+    releases.publish_server_args()
     releases.config_module().get_device_name = lambda *_: "NVIDIA H200"
     made = errand.shape_of_fields(fields)
     layers = stand_in.build(made, 2, "cpu", seed=3)

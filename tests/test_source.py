@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from sglang_moe_autotune.targets import LOOKUP, TARGETS, HookTarget, Source
+from sglang_moe_autotune.source import Source
+from sglang_moe_autotune.targets import LOOKUP, TARGETS, HookTarget
 
 METHOD = HookTarget("pkg.scheduler", "Scheduler.idle")
 FUNCTION = HookTarget("pkg.lookup", "answer", ("a", "b", "c"))
