@@ -27,6 +27,7 @@ from sglang_moe_autotune import (
     selection,
     shell,
     summary,
+    switching,
     trials,
     watch,
 )
@@ -49,6 +50,8 @@ def main() -> None:
 
 
 main.add_command(watch.status_command)
+main.add_command(switching.off_command)
+main.add_command(switching.on_command)
 
 
 @main.command(

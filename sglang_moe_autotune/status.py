@@ -73,6 +73,9 @@ class LiveStatus(msgspec.Struct, frozen=True, kw_only=True):
     """hooked path -> is our hook really in place"""
     state: State = "idle"
     reason: str = ""
+    switch: str = "on"
+    """``off``: rows are not served and nothing is tuned; ``rows``: served, nothing is tuned"""
+    switched_by: str = ""
     epoch: int = 0
     queue: tuple[tuple[str, int], ...] = ()
     """(slug, M) to be tuned, hottest first"""
@@ -86,6 +89,20 @@ class LiveStatus(msgspec.Struct, frozen=True, kw_only=True):
     """GPU seconds an hour that tuning may use; None: no cap"""
     idle_s: float = 0.0
     """time without requests of users"""
+    deep_idle_s: float = 0.0
+    """of it, after enough of it in a row for launches that are longer than a slice"""
+    idle_windows: int = 0
+    searches: int = 0
+    """searches of an M that ended in that time"""
+    idle_needed_s: dict[str, float] = {}
+    """idle time that the queue of each shape needs, by what the searches so far took"""
+    pass_p99_us: float = 0.0
+    """how long passes of tuning keep the scheduler"""
+    pass_longest_us: float = 0.0
+    passes_over: int = 0
+    """passes that took longer than they may"""
+    pauses: int = 0
+    """times that tuning paused itself because of them"""
     compile: CompileCounts = CompileCounts()
     serving_compiles_for_tuning: int = 0
     """kernels that the serving process compiled because of tuning: 0, or a promise is broken"""
@@ -264,7 +281,7 @@ class Difference(NamedTuple):
     """(who, value), in the order of the servers"""
 
 
-_COMPARED = ("sglang", "triton", "mode", "epoch", "rows")
+_COMPARED = ("sglang", "triton", "mode", "switch", "epoch", "rows")
 
 
 def differences(servers: tuple[Server, ...]) -> tuple[Difference, ...]:

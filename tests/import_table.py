@@ -21,15 +21,18 @@ LAYERS: dict[str, Layer] = {
             "experience", "summary", "document", "record_rows", "validity", "heat", "bench", "budget",
             "job", "regimes", "agenda", "looks", "measurement", "noise",
             "tally", "errand", "inspection", "source", "kernel_source", "contract", "fit", "matrix",
+            "pace", "marked", "idle_time",
         ),
         "pure",
     ),
     **dict.fromkeys(("store", "record_file", "spares", "lock_file", "whole_file", "settings", "status"), "disk"),
+    **dict.fromkeys(("switch", "deaths"), "disk"),
     **dict.fromkeys(
         (
             "benchmark", "compiler", "compile_child", "launch", "layers", "releases", "correctness", "plugin",
             "timing", "scratch", "shape_notes", "listener", "live", "serving", "overlay", "device",
-            "metrics", "server_info", "offline", "machine", "stand_in", "warm", "kernels", "launches",
+            "metrics", "server_info", "controls", "doorbell", "startup", "offline", "machine", "stand_in", "warm",
+            "kernels", "launches",
         ),
         "edge",
     ),
@@ -41,7 +44,7 @@ LAYERS: dict[str, Layer] = {
     ),
     **dict.fromkeys(("export", "remote", "trials", "quarantine"), "disk"),
     **dict.fromkeys(
-        ("shell", "config_folder", "explain", "edit", "editing", "importing", "plot", "report", "watch"),
+        ("shell", "config_folder", "explain", "edit", "editing", "importing", "plot", "report", "watch", "switching"),
         "people",
     ),
 }  # fmt: skip
