@@ -50,11 +50,17 @@ class Lookup:
         self.missed: dict[tuple[CallKey, int], int] = {}
         self.seen: list[Missed] = []
         """first misses of a (call, M) since they were last taken; the tuner takes them at its next idle pass"""
+        self.asked: dict[tuple[CallKey, int], ConfigPair | None] | None = {}
+        """the last answer to each (call, M), None for a miss: what a graph that is being captured will hold; from the
+        start until it is set to None"""
 
     def answer(self, key: CallKey, M: int, return_down_config: bool) -> Any | None:  # noqa: N803
         """A fresh answer in SGLang's return shape, or None for a miss."""
         rows = self._table.get(key)
-        if rows is None or (pair := rows.get(M)) is None:
+        pair = rows.get(M) if rows is not None else None
+        if self.asked is not None:
+            self.asked[key, M] = pair
+        if pair is None:
             return None
         if not return_down_config:
             return pair.up.to_dict()

@@ -15,6 +15,7 @@ from sglang_moe_autotune.layers import call_key, find_layers
 from sglang_moe_autotune.listener import CompileCount
 from sglang_moe_autotune.overlay import Overlay
 from sglang_moe_autotune.prior import Prior, find_files
+from sglang_moe_autotune.recapture import Recapture
 from sglang_moe_autotune.settings import Settings, cache_root
 from sglang_moe_autotune.shape_notes import ShapeNotes
 from sglang_moe_autotune.store import Store
@@ -54,6 +55,7 @@ class Serving:
         self.hooks = hooks
         self.overlay = Overlay(settings.mode, bit_equal=settings.bit_equal)
         self.lookup = self.overlay.lookup
+        self.recapture = Recapture(settings, self.lookup, lambda: self.overlay.shapes)
         self.heat = Heat()
         self.compiles = CompileCount()
         self.compiles.install()
@@ -126,6 +128,9 @@ class Serving:
         now = time.monotonic()
         if not self._attached:
             self._attach(scheduler)
+        return self._captured_again(scheduler, now) or self._tuned(scheduler, now)
+
+    def _tuned(self, scheduler: Any, now: float) -> bool:
         if self._never or self.tuner is None:
             return False
         if reason := releases.why_not_now(scheduler):
@@ -152,6 +157,12 @@ class Serving:
         if result == "worked":
             self._observe(began_s)
         return result == "worked"
+
+    def _captured_again(self, scheduler: Any, now: float) -> bool:
+        """At most one graph, also where nothing is tuned any more: rows that were taken back leave the graphs too."""
+        if not self.recapture.ready(now - self._last_request_s, overlays=self.overlays):
+            return False
+        return not releases.why_not_now(scheduler) and self.recapture.step(self._let_go)
 
     def _step(self, *, deep_idle: bool) -> Step:
         """One step of the tuner. A fault drops its job, and the tuner goes on with another one; after a few in a
@@ -212,6 +223,7 @@ class Serving:
             self.state, self.reason = "off", self._never
             logger.info("MoE autotune tunes nothing in this server: %s.", self._never)
         self._captured = releases.captured_sizes(scheduler)
+        self.recapture.attach(scheduler)
         self.metrics = metrics.of(scheduler)
 
     def _log_start(self) -> None:
@@ -238,7 +250,9 @@ class Serving:
         if record.verdict != "faster":
             return
         if self.settings.mode != "restart":
-            self.lookup.publish([(call_key(record.shape), record.M, record.pair)])
+            key = call_key(record.shape)
+            self.recapture.adopted(key, record.M, record.pair)
+            self.lookup.publish([(key, record.M, record.pair)])
         evidence = record.evidence
         logger.info(
             "MoE autotune learned %s M=%d: %.1f %% faster (%.1f -> %.1f us, at least %.1f %%), %s instead of %s.",
@@ -252,6 +266,7 @@ class Serving:
             self._add(miss)
         if served := self.heat.take(self._captured):
             self._notes.count(served)
+            self.recapture.served(served)
             assert self.tuner is not None  # noqa: S101 - for the type checker
             for shape in self.overlay.shapes:
                 for M, count in served.items():  # noqa: N806
