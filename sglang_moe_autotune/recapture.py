@@ -142,15 +142,15 @@ class Recapture:
     # -- when ----------------------------------------------------------------------------------------------------------
 
     def step(self, prepare: Callable[[], object]) -> bool:
-        """The capture of one idle pass, after ``ready`` has said yes; False where several ranks must capture together.
+        """The capture of one idle pass, after ``ready`` has said yes; False where none was made: several ranks must
+        capture together, or the graph that was due is put off.
 
         prepare: called before, to give memory back.
         """
         if not self._alone:
             return False
         prepare()
-        self.capture(self.due()[:1])
-        return True
+        return any(done.outcome != "put off" for done in self.capture(self.due()[:1]))
 
     def ready(self, quiet_s: float, *, overlays: bool = True) -> bool:
         """Is something due here, and the server idle for long enough? Asked in every idle pass; with several ranks

@@ -223,7 +223,8 @@ class Serving:
             self.state, self.reason = "off", self._never
             logger.info("MoE autotune tunes nothing in this server: %s.", self._never)
         self._captured = releases.captured_sizes(scheduler)
-        self.recapture.attach(scheduler)
+        if self.store is not None:
+            self.recapture.attach(scheduler)
         self.metrics = metrics.of(scheduler)
 
     def _log_start(self) -> None:

@@ -1,0 +1,189 @@
+"""SGLang's own decode runner on CPU tensors, with real buffers, registry, backend and request pool; imported in a
+scheduler process. What needs a GPU is replaced: the CUDA graph is a list of what was asked while it was captured.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+SIZES = [1, 2, 4, 8]
+SHAPE = ((256, 512, 3072), (256, 3072, 256), 8, None)
+LIVE_SLOT, LIVE_ROW = 7, 3
+
+
+class Graph:
+    """Stands for torch.cuda.CUDAGraph: keeps the tile that the captured forward asked for."""
+
+    def __init__(self) -> None:
+        self.tile: int | None = None
+
+
+class Device:
+    """Stands for torch.cuda where the backend calls it, and counts."""
+
+    def __init__(self) -> None:
+        self.captured: list[Any] = []
+        self.capturing: Graph | None = None
+
+    def synchronize(self) -> None:
+        pass
+
+    def is_current_stream_capturing(self) -> bool:
+        return self.capturing is not None
+
+    def graph_pool_handle(self) -> tuple[int, int]:
+        return (0, 1)
+
+    @contextlib.contextmanager
+    def graph(self, cuda_graph: Graph, pool: Any, stream: Any) -> Iterator[None]:
+        self.captured.append((pool, stream))
+        self.capturing = cuda_graph
+        try:
+            yield
+        finally:
+            self.capturing = None
+
+
+class Model:
+    """One MoE layer's lookup, and the write of keys and values that every layer makes."""
+
+    shared_experts_config = None
+
+    def __init__(self, ask: Any, device: Device) -> None:
+        self.ask, self.device = ask, device
+        self.kv = torch.zeros(32)
+        self.state = torch.zeros(8)
+        """of a hybrid model, by slot"""
+        self.slots: Any = None
+        self.fail = ""
+
+    def forward(self, input_ids: Any, positions: Any, batch: Any) -> Any:
+        self.kv[batch.out_cache_loc] += 1
+        if self.slots is not None:
+            self.state[self.slots[batch.req_pool_indices]] += 1
+        assert int(positions.max()) == 0, "a stale position is an index into the rope table"
+        tile = self.ask(len(input_ids))[0]["BLOCK_SIZE_M"]
+        if self.fail == ("capture" if self.device.capturing else "warm-up"):
+            raise RuntimeError(f"planted in the {self.fail}")
+        if self.device.capturing is not None:
+            self.device.capturing.tile = tile
+        return SimpleNamespace(rows=len(input_ids))
+
+
+def make_attention() -> Any:
+    """As an attention backend that keeps metadata by size, which the captured kernels read."""
+
+    class Attention:
+        dllm_attention = None
+
+        def __init__(self) -> None:
+            self.decode_cuda_graph_metadata: dict[int, object] = {}
+
+        def init_forward_metadata_out_graph(self, batch: Any, in_capture: bool = False) -> None:
+            self.decode_cuda_graph_metadata[batch.batch_size] = object()
+
+        def init_forward_metadata_in_graph(self, batch: Any) -> None:
+            pass
+
+        def on_after_cuda_graph_warmup(self) -> None:
+            pass
+
+    Attention.__module__ = "sglang.srt.layers.attention.made_up"
+    return Attention()
+
+
+def make(ask: Any) -> Any:
+    """A scheduler with captured decode graphs, and ``.device``, ``.model``, ``.runner``. Captures all sizes once."""
+    from sglang.srt.mem_cache.memory_pool import ReqToTokenPool  # noqa: PLC0415
+    from sglang.srt.model_executor.cuda_graph_buffer_registry import build_decode_registry  # noqa: PLC0415
+    from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardMode  # noqa: PLC0415
+    from sglang.srt.model_executor.runner import decode_cuda_graph_runner as module  # noqa: PLC0415
+    from sglang.srt.model_executor.runner_backend.full_cuda_graph_backend import FullCudaGraphBackend  # noqa: PLC0415
+    from sglang.srt.model_executor.runner_utils.buffers import DecodeInputBuffers  # noqa: PLC0415
+    from sglang.srt.runtime_context import get_parallel  # noqa: PLC0415
+
+    group = SimpleNamespace(barrier=lambda: None)
+    get_parallel().override_permanently(tp_group=group, tp_rank=0, tp_size=1)
+
+    device = Device()
+    model = Model(ask, device)
+    kv_pool = type("MHATokenToKVPool", (), {})()
+    rows = ReqToTokenPool.__new__(ReqToTokenPool)
+    rows.free_slots = list(range(1, 9))
+    model_runner = SimpleNamespace(
+        model=model, device="cpu", gpu_id=0, _kernel_warmed_up=True, is_draft_worker=False,
+        req_to_token_pool=rows, token_to_kv_pool=kv_pool, attn_backend=make_attention(), lora_manager=None,
+        hisparse_coordinator=None, canary_manager=None, capture_head_hooks=[], capture_tail_hooks=[],
+        attn_tp_sequence_sharded=lambda _: False,
+        kv_index_translator=SimpleNamespace(bind_runner_slots=lambda _: None),
+        spec_algorithm=SimpleNamespace(
+            is_none=lambda: True, is_eagle=lambda: False, is_standalone=lambda: False, is_ngram=lambda: False,
+            is_dflash_family=lambda: False, is_speculative=lambda: False, is_dspark=lambda: False,
+        ),
+    )  # fmt: skip
+    runner = module.DecodeCudaGraphRunner.__new__(module.DecodeCudaGraphRunner)
+    vars(runner).update(
+        model_runner=model_runner, device="cpu", device_module=device, pp_size=1, num_dp_ranks=1,
+        enable_torch_compile=False, enable_profile_cuda_graph=False, enable_pdmux=False, enable_prefill_cp=False,
+        require_mlp_tp_gather=False, require_attn_tp_gather=False, require_gathered_buffer=False,
+        is_dllm=False, dllm_uses_input_embeds=False, dllm_input_preparation=None, ragged_verify_mode=False,
+        record_nolora_graph=False, attention_graph_variants=None, capture_num_tokens=None,
+        capture_bs=list(SIZES), compile_bs=[], max_bs=max(SIZES), max_num_token=max(SIZES), captured_req_width=1,
+        capture_forward_mode=ForwardMode.DECODE, capture_hidden_mode=CaptureHiddenMode.NULL,
+        seq_len_fill_value=1, encoder_len_fill_value=0, attn_backend=model_runner.attn_backend, _metadata_glue=None,
+        in_graph_metadata_prep_done=None,
+        tbo_plugin=SimpleNamespace(capture_one_batch_size=lambda *_, **__: None),
+        deepep_adapter=SimpleNamespace(capture=lambda **_: None),
+    )  # fmt: skip
+    sizes = {"max_bs": max(SIZES), "max_num_token": max(SIZES)}
+    runner.buffers = DecodeInputBuffers.create(
+        device=torch.device("cpu"), **sizes, hidden_size=4, dtype=torch.bfloat16, num_dp_ranks=1, pp_size=1,
+        next_token_logits_buffer=torch.zeros(max(SIZES), 16), is_encoder_decoder=False, require_mlp_tp_gather=False,
+        seq_len_fill_value=1, encoder_len_fill_value=0, num_tokens_per_req=1, cache_loc_dtype=torch.int64,
+        enable_mamba_track=True,
+    )  # fmt: skip
+    runner.buffer_registry = build_decode_registry(
+        device=torch.device("cpu"), **sizes, seq_len_fill_value=1, cache_loc_dtype=torch.int64,
+        enable_mamba_track=True, source=runner.buffers,
+    )  # fmt: skip
+    runner.backend = FullCudaGraphBackend(runner)
+
+    @contextlib.contextmanager
+    def graph_capture(stream: Any = None) -> Iterator[Any]:
+        yield SimpleNamespace(stream=stream)
+
+    module.graph_capture = graph_capture
+    module.get_or_create_global_graph_capture_stream = lambda: "the global stream"
+    module.get_available_gpu_memory = lambda *_, **__: 1.0
+    torch.cuda.CUDAGraph = Graph  # type: ignore[misc, assignment]
+    torch.cuda.is_current_stream_capturing = device.is_current_stream_capturing
+    torch.cuda.synchronize = lambda *_: None  # type: ignore[assignment]
+    torch.cuda.empty_cache = lambda: None
+    torch.cuda.mem_get_info = lambda *_: (64 << 30, 80 << 30)  # type: ignore[assignment]
+    with module.model_capture_mode(), torch.no_grad():
+        runner.capture()
+    model_runner.decode_cuda_graph_runner = runner
+    return SimpleNamespace(
+        tp_worker=SimpleNamespace(model_runner=model_runner), server_args=SimpleNamespace(attention_backend="triton"),
+        device=device, model=model, runner=runner, module=sys.modules[module.__name__],
+    )  # fmt: skip
+
+
+def serve_a_batch(scheduler: Any) -> None:
+    """What the last batch leaves in the buffers: its slots, rows, lengths and positions."""
+    buffers = scheduler.runner.buffers
+    buffers.out_cache_loc.fill_(LIVE_SLOT)
+    buffers.req_pool_indices.fill_(LIVE_ROW)
+    buffers.seq_lens.fill_(40)
+    buffers.seq_lens_cpu.fill_(40)
+    buffers.positions.fill_(39)
+    buffers.mamba_track_indices.fill_(LIVE_ROW)
+    buffers.mamba_track_mask.fill_(True)
