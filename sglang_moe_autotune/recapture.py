@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import collections
 import logging
 import time
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
 import torch
 
-from sglang_moe_autotune import graphs, releases
+from sglang_moe_autotune import graphs, releases, status
 from sglang_moe_autotune.captures import Captures, Size, Stale
 from sglang_moe_autotune.scratch import scratch_bytes
 
@@ -64,6 +65,8 @@ class Recapture:
         """why not ``idle``, or what cannot be captured again"""
         self.pauses_s: dict[Size, float] = {}
         """of the last capture of each size"""
+        self.new_pauses_s: collections.deque[float] = collections.deque(maxlen=1024)
+        """for whoever keeps a histogram, and empties it"""
         self.counts: dict[Outcome, int] = {}
         self.put_off: dict[Size, str] = {}
         self.stale: dict[Size, Stale] = {}
@@ -138,6 +141,18 @@ class Recapture:
         self._again_s.clear()
         self._since_s = dict.fromkeys(self._since_s, self._clock() - _SETTLE_S)
         return f"{len(self.stale)} graphs are captured again at the next deep idle"
+
+    def snapshot(self) -> status.GraphCounts:
+        """For people; read by another thread than the one that serves."""
+        return status.GraphCounts(
+            recapture=self.mode,
+            reason=self.reason,
+            captured=len(self._captures),
+            stale=tuple(map(str, self.stale)),
+            put_off={str(size): why for size, why in self.put_off.items()},
+            outcomes={str(outcome): count for outcome, count in self.counts.items()},
+            pause_ms={str(size): round(pause_s * 1e3, 1) for size, pause_s in self.pauses_s.items()},
+        )
 
     # -- when ----------------------------------------------------------------------------------------------------------
 
@@ -228,6 +243,7 @@ class Recapture:
         done = self._account(stale, some, asked, reason, began_s)
         self.counts[done.outcome] = self.counts.get(done.outcome, 0) + 1
         self.pauses_s[size] = done.pause_s
+        self.new_pauses_s.append(done.pause_s)
         self._seen = None
         return done
 

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from sglang_moe_autotune.records import Record
     from sglang_moe_autotune.remote import RemoteStatus
     from sglang_moe_autotune.shapes import ConfigPair
-    from sglang_moe_autotune.status import LiveStatus, Server, Servers
+    from sglang_moe_autotune.status import GraphCounts, LiveStatus, Server, Servers
     from sglang_moe_autotune.store import StoredEnvironment
     from sglang_moe_autotune.summary import Row, ShapeSummary
 
@@ -106,6 +106,7 @@ def server(entry: Server, now_unix_s: float) -> list[RenderableType]:
             f"{live.gpu_s_last_hour:.1f}{cap} GPU s in the last hour, {live.gpu_s:.1f} in all",
             f"{live.slices:,} slices; no user's request for {duration(live.idle_s)}",
             f"binaries: {counts.ordered} ordered, {counts.ready} ready, {counts.failed} failed",
+            *_graphs(live.graphs),
             *(f"not now: {where}: {why}" for where, why in sorted(live.deferred.items())),
             *(f"in quarantine: {what}: {why}" for what, why in sorted(live.quarantine.items())),
         ]
@@ -120,6 +121,19 @@ def broken(live: LiveStatus) -> list[str]:
     if count := live.serving_compiles_for_tuning:
         wrong.append(f"{count} kernels were compiled in the serving process for tuning: please report it")
     return wrong
+
+
+def _graphs(graphs: GraphCounts) -> Iterator[str]:
+    if not graphs.captured:
+        return
+    outcomes = ", ".join(f"{count} {outcome}" for outcome, count in sorted(graphs.outcomes.items()))
+    longest = f", longest pause {max(graphs.pause_ms.values()):.0f} ms" if graphs.pause_ms else ""
+    when = f"{graphs.recapture}{f': {graphs.reason}' if graphs.reason else ''}"
+    yield (
+        f"{len(graphs.stale)} of {graphs.captured} captured graphs hold an older config;"
+        f" {outcomes or 'none captured again'}{longest} (recapture {when})"
+    )
+    yield from (f"not now: graph {where}: {why}" for where, why in sorted(graphs.put_off.items()))
 
 
 def _queue(live: LiveStatus) -> str:
