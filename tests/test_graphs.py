@@ -294,3 +294,75 @@ def withdraw() -> list[object]:
 
 def test_a_withdrawn_size_is_padded_to_the_next_one_or_runs_eagerly(ground: SchedulerProcess) -> None:
     assert ground.run(withdraw) == [[[1, 2, 8], 8], [[1, 2], 2], [[2], 2], [[], 0]]
+
+
+def idle_passes() -> dict[str, object]:
+    """The hooked idle method of SGLang's scheduler, with its own decode runner beneath it."""
+    import builtins
+    from types import SimpleNamespace
+
+    import runner_on_cpu
+
+    from sglang_moe_autotune import plugin
+    from sglang_moe_autotune.lookup import CallKey
+    from sglang_moe_autotune.serving import Serving
+    from sglang_moe_autotune.settings import Settings
+
+    given = builtins.ground  # type: ignore[attr-defined]
+    clock = SimpleNamespace(now_s=1000.0)
+    serving = Serving(Settings(recapture="idle"), hooks=plugin.hooks_in_place)
+    serving.recapture._clock = lambda: clock.now_s
+    kept, plugin._serving = plugin._serving, serving
+    try:
+        made = runner_on_cpu.make(given.ask)
+        serving.store = SimpleNamespace()  # type: ignore[assignment]
+        stub = given.Stub()
+        stub.tp_worker = made.tp_worker
+        stub.server_args = SimpleNamespace(attention_backend="triton")
+
+        def passes(count: int, quiet_s: float) -> list[int]:
+            found = []
+            for _ in range(count):
+                serving._last_request_s -= quiet_s
+                captured = len(made.device.captured)
+                stub.maybe_sleep_on_idle()
+                found.append(len(made.device.captured) - captured)
+                serving._last_request_s += quiet_s
+                clock.now_s += 5.0
+            return found
+
+        told: dict[str, object] = {"first": sum(passes(2, 60.0)), "mode": serving.recapture.mode}
+        key = CallKey(*given.shape, None, False)
+        for M in (2, 8):  # noqa: N806 - the field's name for it
+            serving.recapture.adopted(key, M, given.pair)
+        serving.lookup.publish([(key, 2, given.pair), (key, 8, given.pair)])
+        told["busy"] = sum(passes(8, 5.0))
+        stub._engine_paused = True
+        told["paused"] = sum(passes(4, 60.0))
+        stub._engine_paused = False
+        told["idle"] = passes(4, 60.0)
+        told["tiles"] = {key.size: graph.tile for key, graph in made.runner.backend._graphs.items()}
+        serving.lookup.publish([(key, 2, None)])
+        told["taken back"] = passes(2, 60.0)
+        told["tiles after"] = {key.size: graph.tile for key, graph in made.runner.backend._graphs.items()}
+        told["status"] = serving.recapture.snapshot().outcomes
+        told["asked"] = serving.lookup.asked
+        told["broken"] = [f.name for f in plugin._FENCES.values() if f.broken]
+    finally:
+        plugin._serving = kept
+    return told
+
+
+def test_idle_passes_bring_rows_into_graphs_and_out_again(ground: SchedulerProcess) -> None:
+    told = ground.run(idle_passes)
+    assert told["mode"] == "idle"
+    assert told["first"] == 0
+    assert told["busy"] == 0, "within ten seconds of a request"
+    assert told["paused"] == 0
+    assert told["idle"] == [1, 1, 0, 0], "one size a pass"
+    assert told["tiles"] == {"1": 16, "2": 32, "4": 16, "8": 32}
+    assert told["taken back"] == [1, 0]
+    assert told["tiles after"] == {"1": 16, "2": 16, "4": 16, "8": 32}
+    assert told["status"] == {"recaptured": 3}
+    assert told["asked"] is None
+    assert told["broken"] == []
