@@ -5,6 +5,7 @@ scheduler process. What needs a GPU is replaced: the CUDA graph is a list of wha
 from __future__ import annotations
 
 import contextlib
+import inspect
 import sys
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -31,6 +32,7 @@ class Device:
 
     def __init__(self) -> None:
         self.captured: list[Any] = []
+        self.streams = 0
         self.capturing: Graph | None = None
 
     def synchronize(self) -> None:
@@ -111,7 +113,11 @@ def make(ask: Any) -> Any:
     from sglang.srt.runtime_context import get_parallel  # noqa: PLC0415
 
     group = SimpleNamespace(barrier=lambda: None)
-    get_parallel().override_permanently(tp_group=group, tp_rank=0, tp_size=1)
+    parallel = get_parallel()
+    if hasattr(parallel, "override_permanently"):
+        parallel.override_permanently(tp_group=group, tp_rank=0, tp_size=1)
+    else:  # SGLang 0.5.16, with a longer list of what a runner asks for
+        parallel._overrides |= {"tp_rank": 0, "tp_size": 1, "attn_tp_size": 1, "attn_tp_rank": 0, "moe_ep_size": 1}
 
     device = Device()
     model = Model(ask, device)
@@ -122,7 +128,8 @@ def make(ask: Any) -> Any:
         model=model, device="cpu", gpu_id=0, _kernel_warmed_up=True, is_draft_worker=False,
         req_to_token_pool=rows, token_to_kv_pool=kv_pool, attn_backend=make_attention(), lora_manager=None,
         hisparse_coordinator=None, canary_manager=None, capture_head_hooks=[], capture_tail_hooks=[],
-        attn_tp_sequence_sharded=lambda _: False,
+        attn_tp_sequence_sharded=lambda _: False, tp_group=group,
+        server_args=SimpleNamespace(enable_cudagraph_gc=False, debug_cuda_graph=False, enable_lora=False),
         kv_index_translator=SimpleNamespace(bind_runner_slots=lambda _: None),
         spec_algorithm=SimpleNamespace(
             is_none=lambda: True, is_eagle=lambda: False, is_standalone=lambda: False, is_ngram=lambda: False,
@@ -143,9 +150,10 @@ def make(ask: Any) -> Any:
         tbo_plugin=SimpleNamespace(capture_one_batch_size=lambda *_, **__: None),
         deepep_adapter=SimpleNamespace(capture=lambda **_: None),
     )  # fmt: skip
-    sizes = {"max_bs": max(SIZES), "max_num_token": max(SIZES)}
+    sizes: dict[str, Any] = {"max_bs": max(SIZES), "max_num_token": max(SIZES)}
+    ranks = "num_dp_ranks" if "num_dp_ranks" in inspect.signature(DecodeInputBuffers.create).parameters else "dp_size"
     runner.buffers = DecodeInputBuffers.create(
-        device=torch.device("cpu"), **sizes, hidden_size=4, dtype=torch.bfloat16, num_dp_ranks=1, pp_size=1,
+        device=torch.device("cpu"), **sizes, **{ranks: 1}, hidden_size=4, dtype=torch.bfloat16, pp_size=1,
         next_token_logits_buffer=torch.zeros(max(SIZES), 16), is_encoder_decoder=False, require_mlp_tp_gather=False,
         seq_len_fill_value=1, encoder_len_fill_value=0, num_tokens_per_req=1, cache_loc_dtype=torch.int64,
         enable_mamba_track=True,
@@ -158,10 +166,12 @@ def make(ask: Any) -> Any:
 
     @contextlib.contextmanager
     def graph_capture(stream: Any = None) -> Iterator[Any]:
-        yield SimpleNamespace(stream=stream)
+        device.streams += stream is None
+        yield SimpleNamespace(stream=stream or f"new stream {device.streams}")
 
     module.graph_capture = graph_capture
-    module.get_or_create_global_graph_capture_stream = lambda: "the global stream"
+    if hasattr(module, "get_or_create_global_graph_capture_stream"):
+        module.get_or_create_global_graph_capture_stream = lambda: "the global stream"
     module.get_available_gpu_memory = lambda *_, **__: 1.0
     torch.cuda.CUDAGraph = Graph  # type: ignore[misc, assignment]
     torch.cuda.is_current_stream_capturing = device.is_current_stream_capturing
