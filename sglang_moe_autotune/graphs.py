@@ -46,7 +46,10 @@ _NOT_SHOWN = (
     *("enable_lmcache", "dllm_algorithm", "enable_hisparse"),
 )
 """server arguments under which captures carry state, threads or memory that was not looked at"""
-_NOT_SHOWN_ENV = ("SGLANG_ENABLE_CUDA_GRAPH_DEDUP", "SGLANG_ENABLE_GRAPH_POOL_BORROW")
+_NOT_SHOWN_ENV = (
+    *("SGLANG_ENABLE_CUDA_GRAPH_DEDUP", "SGLANG_ENABLE_GRAPH_POOL_BORROW"),
+    "SGLANG_ENABLE_TORCH_INFERENCE_MODE",  # small compiled kernels would be compiled anew for it, in the capture
+)
 
 
 class Found(NamedTuple):
@@ -88,6 +91,9 @@ def _why_no_graph(scheduler: Any) -> str:
             return f"{type(found).__name__} is not known to keep slot 0 free for padding"
     if 0 in rows.free_slots:
         return "row 0 of the request pool can be a request's"
+    ngrams = getattr(model_runner, "ngram_embedding_manager", None)
+    if getattr(model_runner, "use_ngram_embedding", False) or getattr(ngrams, "enabled", False):
+        return "n-gram embeddings write a table of live requests"
     for name in ("hisparse_coordinator", "canary_manager"):
         if getattr(model_runner, name, None) is not None:
             return f"a capture would change the {name.replace('_', ' ')}"
@@ -99,8 +105,6 @@ def _why_not(kind: BatchKind, runner: Any) -> str:
         return "this SGLang keeps a graph's inputs elsewhere"
     if getattr(runner, "_metadata_glue", None) is not None:
         return "the preparation of its metadata is a graph itself"
-    if getattr(getattr(runner, "buffers", None), "ngram_embedding_info", None) is not None:
-        return "n-gram embeddings write a table of live requests"
     backend = getattr(runner, "backend", None)
     if backend is not None and type(backend).__name__ not in _BACKENDS[kind]:
         return f"graphs of {type(backend).__name__} are not captured one by one"

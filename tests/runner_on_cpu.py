@@ -85,6 +85,7 @@ def make_attention() -> Any:
 
     class Attention:
         dllm_attention = None
+        use_captured_forward_metadata_for_breakable_cuda_graph = False
 
         def __init__(self) -> None:
             self.decode_cuda_graph_metadata: dict[int, object] = {}
@@ -197,3 +198,71 @@ def serve_a_batch(scheduler: Any) -> None:
     buffers.positions.fill_(39)
     buffers.mamba_track_indices.fill_(LIVE_ROW)
     buffers.mamba_track_mask.fill_(True)
+
+
+def add_prefill(scheduler: Any) -> Any:
+    """SGLang's own prefill runner with its breakable graphs beside the decode runner; captures all its sizes once."""
+    from sglang.srt.model_executor.cuda_graph_buffer_registry import build_prefill_registry  # noqa: PLC0415
+    from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardMode  # noqa: PLC0415
+    from sglang.srt.model_executor.runner import prefill_cuda_graph_runner as module  # noqa: PLC0415
+    from sglang.srt.model_executor.runner_backend import breakable_cuda_graph_backend as backends  # noqa: PLC0415
+    from sglang.srt.model_executor.runner_utils.buffers import PrefillInputBuffers  # noqa: PLC0415
+
+    device, model, model_runner = scheduler.device, scheduler.model, scheduler.runner.model_runner
+
+    class Segment(Graph):
+        def capture_begin(self, pool: Any = None, capture_error_mode: str = "global") -> None:
+            device.captured.append((pool, "as the session's"))
+            device.capturing = self
+
+        def capture_end(self) -> None:
+            device.capturing = None
+
+        def instantiate(self) -> None:
+            pass
+
+    class Body:
+        def forward(self, input_ids: Any, positions: Any, batch: Any, input_embeds: Any = None) -> Any:
+            model.forward(input_ids, positions, batch)
+            return torch.zeros(len(input_ids), 4)
+
+    model_runner.attn_backend.init_forward_metadata = lambda _: None
+    model_runner.pp_group = SimpleNamespace(is_last_rank=False)
+    model_runner.model_config = SimpleNamespace(hf_config=SimpleNamespace(architectures=[]), hidden_size=4, context_len=64)
+    model_runner.ngram_embedding_manager = SimpleNamespace(enabled=False)
+    model_runner.prepare_dummy_forward_batch = lambda batch: batch
+    torch.cuda.CUDAGraph = Segment  # type: ignore[misc, assignment]
+    torch.cuda.stream = lambda _: contextlib.nullcontext()  # type: ignore[assignment, misc]
+    torch.cuda.current_stream = lambda *_: "the current stream"  # type: ignore[assignment, return-value]
+    module.graph_capture = scheduler.module.graph_capture
+    if hasattr(module, "get_or_create_global_graph_capture_stream"):
+        module.get_or_create_global_graph_capture_stream = lambda: "the global stream"
+    module.get_available_gpu_memory = lambda *_, **__: 1.0
+    runner = module.PrefillCudaGraphRunner.__new__(module.PrefillCudaGraphRunner)
+    sizes: dict[str, Any] = {"device": torch.device("cpu"), "max_bs": 8, "cache_loc_dtype": torch.int64}
+    vars(runner).update(
+        model_runner=model_runner, device="cpu", device_module=device, dp_size=1, num_dp_ranks=1, layer_model=Body(),
+        prefill_backend_name="breakable", capture_num_tokens=[4, 8, 16], max_num_tokens=16, max_bs=8,
+        capture_hidden_mode=CaptureHiddenMode.NULL, capture_forward_mode=ForwardMode.EXTEND, is_multimodal=False,
+        mamba_track_enabled=True, capture_return_pooled_hidden_states=False, quant_config=None, attention_layers=[],
+        mha_companion_layers=[], has_mha_companion_layers=False, moe_layers=[], moe_fusions=[], dsa_indexers=None,
+        require_mlp_tp_gather=False, require_attn_tp_gather=False, require_gathered_buffer=False,
+        static_draft_hidden_states=None, _capture_req_slots=1, _is_full_backend=False, _full_cg_seq_lens_cpu=None,
+        use_captured_attn_metadata=False, attn_metadata_buffers=None, enable_cp_bcg_capture=False,
+        prefill_cp_bcg_input=None, _capture_chunked_prefix=False, _capture_lora=False, max_context_size=None,
+        _qwen_bcg_hc_sidechannel=False,
+        tbo_plugin=SimpleNamespace(capture_one_batch_size=lambda *_, **__: None),
+    )  # fmt: skip
+    runner.buffers = PrefillInputBuffers.create(
+        **sizes, max_num_tokens=16, is_multimodal=False, hidden_size=4, dtype=torch.bfloat16, enable_mamba_track=True
+    )
+    runner.buffer_registry = build_prefill_registry(
+        **sizes, max_num_token=16, enable_mamba_track=True, source=runner.buffers
+    )
+    names = module._PREFILL_STATIC_FIELDS
+    runner._prefill_static_buffers = {name: torch.zeros(8, dtype=torch.int64) for name in names}
+    runner.backend = backends.BreakableCudaGraphBackend(runner)
+    with torch.no_grad():
+        runner.capture()
+    model_runner.prefill_cuda_graph_runner = runner
+    return runner

@@ -227,6 +227,7 @@ def refusals() -> dict[str, object]:
     ask("pool", model_runner, token_to_kv_pool=SimpleNamespace())
     ask("rows", rows, free_slots=[0, 1])
     ask("canary", model_runner, canary_manager=object())
+    ask("n-grams", model_runner, use_ngram_embedding=True)
     ask("glue", runner, _metadata_glue=object())
     ask("backend", runner, backend=SimpleNamespace())
     ask("eager", model_runner, decode_cuda_graph_runner=SimpleNamespace())
@@ -368,3 +369,61 @@ def test_idle_passes_bring_rows_into_graphs_and_out_again(ground: SchedulerProce
     assert told["status"] == {"recaptured": 3}
     assert told["asked"] is None
     assert told["broken"] == []
+
+
+def prefill() -> dict[str, object]:
+    import builtins
+
+    import runner_on_cpu
+
+    from sglang_moe_autotune import graphs
+
+    given = builtins.ground  # type: ignore[attr-defined]
+    scheduler, model = given.scheduler, given.scheduler.model
+    runner = runner_on_cpu.add_prefill(scheduler)
+    decode, prefill = graphs.find(scheduler).graphs
+    first, buffer = dict(runner.backend._graphs), runner.backend._shared_output_buffer
+    pools = {pool for pool, _ in scheduler.device.captured}
+    stream = runner.stream
+    given.learn(16)
+    told: dict[str, object] = {"sizes": [[str(s) for s in some.sizes()] for some in (decode, prefill)]}
+    for place in ("capture", ""):
+        runner.buffers.out_cache_loc.fill_(runner_on_cpu.LIVE_SLOT)
+        runner.buffers.positions.fill_(39)
+        runner.buffers.mamba_track_mask.fill_(True)
+        model.kv.zero_()
+        model.fail = place
+        reason = prefill.capture(16)
+        model.fail = ""
+        told[place or "fine"] = {
+            "reason": reason,
+            "kept": sorted(key.size for key, graph in runner.backend._graphs.items() if graph is first[key]),
+            "tiles": {key.size: [s.tile for s in graph._segments] for key, graph in runner.backend._graphs.items()},
+            "written": model.kv.nonzero().flatten().tolist(),
+            "one buffer": runner.backend._shared_output_buffer is buffer
+            and all(out.data_ptr() == buffer.data_ptr() for out in runner.backend._outputs.values()),
+            "tracked": bool(runner.buffers.mamba_track_mask.any()),
+            "pool and stream": len({pool for pool, _ in scheduler.device.captured} | pools) == 1
+            and runner.stream == stream,
+            "sizes": runner.capture_num_tokens,
+        }
+    del scheduler.tp_worker.model_runner.prefill_cuda_graph_runner
+    return told
+
+
+def test_prefill_graphs_are_captured_one_by_one_too(ground: SchedulerProcess) -> None:
+    told = ground.run(prefill)
+    assert told["sizes"][1] == ["prefill 4", "prefill 8", "prefill 16"]
+    failed, fine = told["capture"], told["fine"]
+    assert failed["reason"] == "RuntimeError: planted in the capture"
+    assert failed["kept"] == [4, 8, 16]
+    assert fine["reason"] == ""
+    assert fine["kept"] == [4, 8]
+    assert fine["tiles"]["16"] == [32]
+    assert failed["tiles"]["16"] == [16]
+    for found in (failed, fine):
+        assert found["written"] == [0]
+        assert found["one buffer"]
+        assert not found["tracked"]
+        assert found["pool and stream"]
+        assert found["sizes"] == [4, 8, 16]
