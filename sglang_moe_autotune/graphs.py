@@ -62,7 +62,7 @@ class Found(NamedTuple):
 
 def find(scheduler: Any) -> Found:
     """Look at a scheduler whose graphs are captured. Raises what a moved attribute raises."""
-    if reason := _why_no_graph(scheduler):
+    if reason := next(_why_none(scheduler), ""):
         return Found((), {"all": reason})
     model_runner = scheduler.tp_worker.model_runner
     graphs: list[Graphs] = []
@@ -78,26 +78,27 @@ def find(scheduler: Any) -> Found:
     return Found(tuple(graphs), refused)
 
 
-def _why_no_graph(scheduler: Any) -> str:
-    arguments = scheduler.server_args
-    if on := [name for name in _NOT_SHOWN if getattr(arguments, name, None)]:
-        return f"not shown to be safe with --{on[0].replace('_', '-')}"
-    if on := [name for name in _NOT_SHOWN_ENV if os.environ.get(name, "").lower() in {"1", "true", "yes", "on"}]:
-        return f"not shown to be safe with {on[0]}"
-    model_runner = scheduler.tp_worker.model_runner
-    rows, pool = model_runner.req_to_token_pool, model_runner.token_to_kv_pool
-    for found, known in ((rows, _ROW_POOLS), (pool, _KV_POOLS)):
-        if type(found).__name__ not in known:
-            return f"{type(found).__name__} is not known to keep slot 0 free for padding"
+def _why_none(scheduler: Any) -> Iterator[str]:
+    """Reasons that hold for all graphs of a server."""
+    arguments, model_runner = scheduler.server_args, scheduler.tp_worker.model_runner
+    for name in _NOT_SHOWN:
+        if getattr(arguments, name, None):
+            yield f"not shown to be safe with --{name.replace('_', '-')}"
+    for name in _NOT_SHOWN_ENV:
+        if os.environ.get(name, "").lower() in {"1", "true", "yes", "on"}:
+            yield f"not shown to be safe with {name}"
+    rows = model_runner.req_to_token_pool
+    for pool, known in ((rows, _ROW_POOLS), (model_runner.token_to_kv_pool, _KV_POOLS)):
+        if type(pool).__name__ not in known:
+            yield f"{type(pool).__name__} is not known to keep slot 0 free for padding"
     if 0 in rows.free_slots:
-        return "row 0 of the request pool can be a request's"
+        yield "row 0 of the request pool can be a request's"
     ngrams = getattr(model_runner, "ngram_embedding_manager", None)
     if getattr(model_runner, "use_ngram_embedding", False) or getattr(ngrams, "enabled", False):
-        return "n-gram embeddings write a table of live requests"
+        yield "n-gram embeddings write a table of live requests"
     for name in ("hisparse_coordinator", "canary_manager"):
         if getattr(model_runner, name, None) is not None:
-            return f"a capture would change the {name.replace('_', ' ')}"
-    return ""
+            yield f"a capture would change the {name.replace('_', ' ')}"
 
 
 def _why_not(kind: BatchKind, runner: Any) -> str:

@@ -228,7 +228,8 @@ def add_prefill(scheduler: Any) -> Any:
 
     model_runner.attn_backend.init_forward_metadata = lambda _: None
     model_runner.pp_group = SimpleNamespace(is_last_rank=False)
-    model_runner.model_config = SimpleNamespace(hf_config=SimpleNamespace(architectures=[]), hidden_size=4, context_len=64)
+    hf_config = SimpleNamespace(architectures=[])
+    model_runner.model_config = SimpleNamespace(hf_config=hf_config, hidden_size=4, context_len=64)
     model_runner.ngram_embedding_manager = SimpleNamespace(enabled=False)
     model_runner.prepare_dummy_forward_batch = lambda batch: batch
     torch.cuda.CUDAGraph = Segment  # type: ignore[misc, assignment]
