@@ -427,3 +427,17 @@ def test_prefill_graphs_are_captured_one_by_one_too(ground: SchedulerProcess) ->
         assert not found["tracked"]
         assert found["pool and stream"]
         assert found["sizes"] == [4, 8, 16]
+
+
+def arguments() -> list[str]:
+    from sglang.srt.server_args import ServerArgs
+
+    from sglang_moe_autotune import graphs
+
+    fields = (getattr(ServerArgs, name, ()) for name in ("__dataclass_fields__", "__struct_fields__"))
+    known = {*dir(ServerArgs)}.union(*fields)
+    return sorted({*graphs._NOT_SHOWN, "attention_backend"} - known)
+
+
+def test_the_server_arguments_that_are_looked_at_exist(ground: SchedulerProcess) -> None:
+    assert ground.run(arguments) == []
