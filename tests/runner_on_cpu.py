@@ -115,9 +115,9 @@ def make(ask: Any) -> Any:
 
     group = SimpleNamespace(barrier=lambda: None)
     parallel = get_parallel()
-    if hasattr(parallel, "override_permanently"):
+    if not hasattr(parallel, "_v"):
         parallel.override_permanently(tp_group=group, tp_rank=0, tp_size=1)
-    else:  # SGLang 0.5.16, with a longer list of what a runner asks for
+    else:  # before SGLang 0.5.23, with a longer list of what a runner asks for
         parallel._overrides |= {"tp_rank": 0, "tp_size": 1, "attn_tp_size": 1, "attn_tp_rank": 0, "moe_ep_size": 1}
 
     device = Device()
