@@ -225,6 +225,7 @@ class Serving:
         self._captured = releases.captured_sizes(scheduler)
         if self.store is not None:
             self.recapture.attach(scheduler)
+        self.lookup.asked = None
         self.metrics = metrics.of(scheduler)
 
     def _log_start(self) -> None:
