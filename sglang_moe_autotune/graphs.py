@@ -58,6 +58,8 @@ class Found(NamedTuple):
     graphs: tuple[Graphs, ...]
     refused: dict[str, str]
     """by ``decode``, ``prefill`` or ``all``"""
+    pool: str = ""
+    """the class of SGLang's KV pool"""
 
 
 def find(scheduler: Any) -> Found:
@@ -75,7 +77,7 @@ def find(scheduler: Any) -> Found:
             refused[kind] = reason
         else:
             graphs.append(Graphs(kind, place, runner))
-    return Found(tuple(graphs), refused)
+    return Found(tuple(graphs), refused, type(model_runner.token_to_kv_pool).__name__)
 
 
 def _why_none(scheduler: Any) -> Iterator[str]:

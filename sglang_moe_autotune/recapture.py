@@ -26,8 +26,8 @@ Outcome = Literal["recaptured", "put off", "failed", "withdrawn"]
 """``put off``: nothing was touched. ``failed``: the old graph serves on. ``withdrawn``: the size runs without a graph
 of its own, because its old one held an answer that was taken back."""
 
-SHOWN: Final = {("0.5.16", "triton")}
-"""releases and attention backends that one rank was shown on, on a GPU: there graphs are captured again by default"""
+SHOWN: Final = {("0.5.16", "triton", "MHATokenToKVPool")}
+"""release, attention backend and KV pool that one rank was shown with on a GPU: there it is the default"""
 
 _QUIET_S = 10.0
 """no shorter, whatever the settings say: a capture takes far longer than a slice"""
@@ -90,11 +90,11 @@ class Recapture:
     def attach(self, scheduler: Any) -> None:
         """Look at the graphs, once they are captured."""
         asked, self._lookup.asked = self._lookup.asked or {}, None
-        self.mode, self.reason = self._choose(scheduler)
-        if self.mode == "off":
-            return
         self._scheduler = scheduler
         found = self._find()
+        self.mode, self.reason = self._choose(scheduler, found.pool)
+        if self.mode == "off":
+            return
         self._graphs = found.graphs
         self._captures = Captures((size for some in found.graphs for size in some.sizes()), asked)
         self._alone = releases.ranks(scheduler.server_args) == 1
@@ -110,7 +110,7 @@ class Recapture:
             logger.warning("MoE autotune captures no graph again: this SGLang keeps them otherwise.", exc_info=True)
             return graphs.Found((), {"all": f"this SGLang keeps them otherwise ({error})"})
 
-    def _choose(self, scheduler: Any) -> tuple[RecaptureMode, str]:
+    def _choose(self, scheduler: Any, pool: str) -> tuple[RecaptureMode, str]:
         if self._settings.mode in ("restart", "off"):
             return "off", f"mode {self._settings.mode}: answers do not change while a server lives"
         asked = self._settings.recapture
@@ -118,10 +118,10 @@ class Recapture:
             return asked, "" if asked == "idle" else f"set to {asked}"
         if releases.ranks(scheduler.server_args) > 1:
             return "restart", "not shown on a GPU with several ranks"
-        where = (releases.version(), str(getattr(scheduler.server_args, "attention_backend", None)))
-        if where in SHOWN:
+        backend = str(getattr(scheduler.server_args, "attention_backend", None))
+        if (releases.version(), backend, pool) in SHOWN:
             return "idle", ""
-        return "restart", f"not shown on a GPU with SGLang {where[0]} and attention backend {where[1]}"
+        return "restart", f"not shown on a GPU with SGLang {releases.version()}, attention backend {backend} and {pool}"
 
     def adopted(self, key: CallKey, M: int, pair: ConfigPair) -> None:  # noqa: N803
         """The binaries of this row are loaded: a capture will compile nothing."""

@@ -56,14 +56,15 @@ class Server:
     """A recapture with its lookup, its clock and made-up graphs of SGLang 0.5.16."""
 
     def __init__(
-        self, monkeypatch: pytest.MonkeyPatch, *, backend: str = "triton", ranks: int = 1, **settings: Any
-    ) -> None:
+        self, monkeypatch: pytest.MonkeyPatch, *, backend: str = "triton", pool: str = "MHATokenToKVPool",
+        ranks: int = 1, **settings: Any,
+    ) -> None:  # fmt: skip
         self.now_s = 1000.0
         self.free = 64 * GIB
         self.lookup = Lookup()
         self.decode = MadeUpGraphs("decode", [1, 8, 16, 64], self.lookup)
         self.prefill = MadeUpGraphs("prefill", [16, 4096], self.lookup)
-        self.found = Found((self.decode, self.prefill), {})  # type: ignore[arg-type]
+        self.found = Found((self.decode, self.prefill), {}, pool)  # type: ignore[arg-type]
         monkeypatch.setattr(graphs, "find", lambda _: self.found)
         monkeypatch.setattr(recapture.releases, "version", lambda: "0.5.16")
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (self.free, 80 * GIB))
@@ -215,6 +216,7 @@ def test_a_size_is_captured_a_few_times_only_but_taking_back_is_not_counted(serv
     [
         pytest.param({}, "idle", "", id="shown"),
         pytest.param({"backend": "fa3"}, "restart", "fa3", id="attention backend not shown"),
+        pytest.param({"pool": "HybridLinearKVPool"}, "restart", "HybridLinear", id="hybrid model not shown"),
         pytest.param({"ranks": 2}, "restart", "several ranks", id="several ranks"),
         pytest.param({"backend": "fa3", "recapture": "idle"}, "idle", "", id="the user's word"),
         pytest.param({"recapture": "restart"}, "restart", "set to restart", id="set to restart"),
