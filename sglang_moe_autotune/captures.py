@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
+from sglang_moe_autotune.lookup import CallKey
 from sglang_moe_autotune.shapes import ConfigPair, KernelConfig
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from sglang_moe_autotune.heat import BatchKind
-    from sglang_moe_autotune.lookup import CallKey
+    from sglang_moe_autotune.lookup import Call
 
-Answers = dict["CallKey", "ConfigPair | None"]
+Answers = dict[CallKey, "ConfigPair | None"]
 """learned pair by call; None: SGLang's own answer"""
 
 _NOTHING = KernelConfig(0, 0, 0, 0)
@@ -45,11 +46,11 @@ class Stale(NamedTuple):
 class Captures:
     """What each graph was captured with, as the lookups at its capture were answered."""
 
-    def __init__(self, sizes: Iterable[Size], asked: Mapping[tuple[CallKey, int], ConfigPair | None]) -> None:
+    def __init__(self, sizes: Iterable[Size], asked: Mapping[tuple[Call, int], ConfigPair | None]) -> None:
         """asked: the last answer to each (call, M) before this is made; None for SGLang's own."""
         by_m: dict[int, Answers] = {}
         for (key, M), pair in asked.items():  # noqa: N806 - the field's name for it
-            by_m.setdefault(M, {})[key] = pair
+            by_m.setdefault(M, {})[CallKey(*key)] = pair
         self._held: dict[Size, Answers] = {size: dict(by_m.get(size.M, {})) for size in sizes}
         self._learned: set[tuple[Size, CallKey]] = set()
         """that a learned pair was ever served for"""
@@ -68,7 +69,7 @@ class Captures:
                 found[size] = Stale(size, served, gone)
         return found
 
-    def captured(self, size: Size, asked: Mapping[tuple[CallKey, int], Any]) -> bool:
+    def captured(self, size: Size, asked: Mapping[tuple[Call, int], ConfigPair | None]) -> bool:
         """Note a new capture by the lookups made in it. False, and nothing is noted, where it did not ask for every
         call that the old one asked for: then it is not known what it holds."""
         answers = {key: asked[key, size.M] for key in self._held[size] if (key, size.M) in asked}

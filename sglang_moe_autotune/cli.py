@@ -26,6 +26,7 @@ from sglang_moe_autotune import (
     selection,
     shell,
     summary,
+    switching,
     trials,
     watch,
 )
@@ -45,6 +46,8 @@ def main() -> None:
 
 
 main.add_command(watch.status_command)
+main.add_command(switching.off_command)
+main.add_command(switching.on_command)
 
 
 @main.command(

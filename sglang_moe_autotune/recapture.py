@@ -16,7 +16,8 @@ from sglang_moe_autotune.scratch import scratch_bytes
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
-    from sglang_moe_autotune.lookup import CallKey, Lookup
+    from sglang_moe_autotune.doorbell import Doorbell
+    from sglang_moe_autotune.lookup import Call, CallKey, Lookup
     from sglang_moe_autotune.settings import RecaptureMode, Settings
     from sglang_moe_autotune.shapes import ConfigPair, MoeShape
 
@@ -74,6 +75,7 @@ class Recapture:
         self._graphs: tuple[graphs.Graphs, ...] = ()
         self._captures = Captures((), {})
         self._scheduler: Any = None
+        self._doorbell: Doorbell | None = None
         self._alone = True
         self._by_hand: set[Size] = set()
         self._seen: tuple[int, bool] | None = None
@@ -87,10 +89,12 @@ class Recapture:
 
     # -- what is known -------------------------------------------------------------------------------------------------
 
-    def attach(self, scheduler: Any) -> None:
-        """Look at the graphs, once they are captured."""
+    def attach(self, scheduler: Any, doorbell: Doorbell | None = None, *, wanted: bool = True) -> None:
+        """Look at the graphs, once they are captured. Not wanted: no layer asks for configs, so none is in a graph."""
         asked, self._lookup.asked = self._lookup.asked or {}, None
-        self._scheduler = scheduler
+        if not wanted:
+            return
+        self._scheduler, self._doorbell = scheduler, doorbell
         found = self._find()
         self.mode, self.reason = self._choose(scheduler, found.pool)
         if self.mode == "off":
@@ -155,6 +159,13 @@ class Recapture:
         )
 
     # -- when ----------------------------------------------------------------------------------------------------------
+
+    def idle(self, scheduler: Any, quiet_s: float, prepare: Callable[[], object], *, overlays: bool) -> bool:
+        """One idle pass: at most one capture; True if there was one. Also where nothing is tuned any more, since rows
+        that were taken back leave the graphs too."""
+        if not self.ready(quiet_s, overlays=overlays) or releases.why_not_now(scheduler) or releases.capturing():
+            return False
+        return not (self._doorbell is not None and self._doorbell.rung()) and self.step(prepare)
 
     def step(self, prepare: Callable[[], object]) -> bool:
         """The capture of one idle pass, after ``ready`` has said yes; False where none was made: several ranks must
@@ -232,7 +243,7 @@ class Recapture:
         self.put_off.pop(size, None)
         some = next(found for found in self._graphs if found.kind == size.kind)
         self._tries[size] = self._tries.get(size, 0) + 1
-        asked: dict[tuple[CallKey, int], ConfigPair | None] = {}
+        asked: dict[tuple[Call, int], ConfigPair | None] = {}
         if self._seen is not None and not self._seen[1]:
             asked = {(key, size.M): None for key in stale.served}  # lookups pass by: every answer is SGLang's own
         self._lookup.asked = asked
@@ -248,7 +259,7 @@ class Recapture:
         return done
 
     def _account(
-        self, stale: Stale, some: graphs.Graphs, asked: dict[tuple[CallKey, int], ConfigPair | None], reason: str,
+        self, stale: Stale, some: graphs.Graphs, asked: dict[tuple[Call, int], ConfigPair | None], reason: str,
         began_s: float,
     ) -> Done:  # fmt: skip
         size = stale.size

@@ -7,29 +7,33 @@ import os
 import time
 from typing import TYPE_CHECKING, Any
 
-from sglang_moe_autotune import __version__, live, metrics, releases
+from sglang_moe_autotune import __version__, deaths, live, metrics, pace, releases, startup, switch
 from sglang_moe_autotune.budget import Budget
-from sglang_moe_autotune.device import open_device
+from sglang_moe_autotune.device import make_tuner, open_device
+from sglang_moe_autotune.doorbell import Doorbell
 from sglang_moe_autotune.heat import Heat
+from sglang_moe_autotune.idle_time import IdleTime
 from sglang_moe_autotune.layers import call_key, find_layers
 from sglang_moe_autotune.listener import CompileCount
+from sglang_moe_autotune.marked import MarkedProvider
 from sglang_moe_autotune.overlay import Overlay
-from sglang_moe_autotune.prior import Prior, find_files
 from sglang_moe_autotune.recapture import Recapture
 from sglang_moe_autotune.settings import Settings, cache_root
 from sglang_moe_autotune.shape_notes import ShapeNotes
-from sglang_moe_autotune.store import Store
+from sglang_moe_autotune.store import Store, file_name
+from sglang_moe_autotune.switch import Switch
 from sglang_moe_autotune.trials import TrialLog
-from sglang_moe_autotune.tuner import Step, Tuner, TunerOptions
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from sglang_moe_autotune.bench import BenchmarkProvider
     from sglang_moe_autotune.device import Device
-    from sglang_moe_autotune.lookup import CallKey, Missed
+    from sglang_moe_autotune.lookup import Call, Missed
     from sglang_moe_autotune.metrics import Metrics
     from sglang_moe_autotune.records import Origin, Record, ShapeNote
     from sglang_moe_autotune.status import State
+    from sglang_moe_autotune.tuner import Step, Tuner
 
 logger = logging.getLogger("sglang.moe_autotune")
 
@@ -61,6 +65,7 @@ class Serving:
         self.compiles.install()
         self.overlays = True
         """False where SGLang's own answers must stand: then lookups are not even read"""
+        self.switch = Switch()
         self.state: State = "idle"
         self.reason = ""
         self.store: Store | None = None
@@ -68,24 +73,34 @@ class Serving:
         self.device: Device | None = None
         self.root = cache_root(settings, os.environ)
         self.since_unix_s = time.time()
-        self.idle_s = 0.0
+        self.watch = pace.Watch()
+        self.mark: deaths.Mark | None = None
+        self.died = ""
+        """why nothing is tuned after deaths; from any thread"""
         self.slices = 0
         self.metrics: Metrics | None = None
         self.budget = Budget(settings.budget_s)
         self._never = ""
+        self._deterministic = False
         self._attached = False
         self._faults = 0
         self._added = 0
         self._notes = ShapeNotes(self._submit_note)
         self._captured: Any = {}
-        self._last_request_s = self._last_idle_s = time.monotonic()
+        self._startup_done = False
+        self._doorbell: Doorbell | None = None
+        self._marked: MarkedProvider | None = None
+        self._window = 0
+        """slices since the last request"""
+        self._last_request_s = time.monotonic()
+        self.idle_time = IdleTime(self._last_request_s)
 
-    def answer(self, key: CallKey, M: int, return_down_config: bool) -> Any | None:  # noqa: N803
+    def answer(self, key: Call, M: int, return_down_config: bool) -> Any | None:  # noqa: N803
         """A learned row; None on a miss or under SGLang's own ``override_config``."""
         answer = self.lookup.answer(key, M, return_down_config)
         return None if answer is not None and releases.overridden() else answer
 
-    def missed(self, key: CallKey, M: int, answer: Any) -> None:  # noqa: N803
+    def missed(self, key: Call, M: int, answer: Any) -> None:  # noqa: N803
         if not releases.overridden():
             self.lookup.miss(key, M, answer)
 
@@ -101,6 +116,10 @@ class Serving:
         if releases.disturbs(requests):
             self._let_go()
 
+    def switched(self) -> None:
+        """Follow the switch: at the next lookup and the next idle pass. From any thread."""
+        self.overlays = self.switch.level != "off" and not self._deterministic
+
     def stop(self, reason: str) -> None:
         """Tune no more in this process; learned rows stay in use."""
         if self.state != "off":
@@ -111,7 +130,7 @@ class Serving:
     def loaded(self, model_runner: Any) -> None:
         """After the weights of a model (or of its draft model) are there, before any graph is captured."""
         if releases.deterministic():
-            self.overlays = False
+            self.overlays, self._deterministic = False, True
             self._never = "deterministic inference is on, so SGLang's fixed configs stand"
             logger.info("MoE autotune stands aside: %s.", self._never)
             return
@@ -128,48 +147,64 @@ class Serving:
         now = time.monotonic()
         if not self._attached:
             self._attach(scheduler)
-        return self._captured_again(scheduler, now) or self._tuned(scheduler, now)
-
-    def _tuned(self, scheduler: Any, now: float) -> bool:
+        if self.recapture.idle(scheduler, now - self._last_request_s, self._let_go, overlays=self.overlays):
+            return True
         if self._never or self.tuner is None:
             return False
-        if reason := releases.why_not_now(scheduler):
+        if reason := self._why_not_now(scheduler, now):
             self._stand_aside(reason)
             return False
         quiet_s = now - self._last_request_s
-        self.idle_s += min(now - self._last_idle_s, 1.0)
-        self._last_idle_s = now
+        deep = quiet_s >= self.settings.deep_idle_s
+        self.idle_time.passed(now, quiet_s, deep=deep, queued=self.state in {"tuning", "waiting"})
         if quiet_s < self.settings.grace_s:
-            self.state = "busy"
+            self.state, self._window = "busy", 0
             return False
+        if self._doorbell is not None and self._doorbell.rung():
+            return False
+        return self._turn(self.tuner, now, deep=deep)
+
+    def _turn(self, tuner: Tuner, now: float, *, deep: bool) -> bool:
+        """At most one slice; True if it did work."""
         began_s = time.perf_counter()
         if self._take_news(now):
-            self._observe(began_s)
+            self._observe(began_s, now, launched=False)
             return True
         if not self.budget.left(now):
             self._stand_aside(f"this hour's {self.settings.budget_s:g} GPU seconds are spent")
             return False
-        before_s = self.tuner.gpu_s
-        result = self._step(deep_idle=quiet_s >= self.settings.deep_idle_s)
-        self.slices += self.tuner.gpu_s > before_s
-        self.budget.spent_until(self.tuner.gpu_s)
+        if releases.capturing():
+            self._stand_aside("graphs are being captured")
+            return False
+        before_s = tuner.gpu_s
+        self._pace_slice()
+        result = self._step(deep_idle=deep)
         self.state, self.reason = _STATES[result], ""
         if result == "worked":
-            self._observe(began_s)
+            launched = tuner.gpu_s > before_s
+            self.slices += launched
+            self.budget.spent_until(tuner.gpu_s)
+            self._observe(began_s, now, launched=launched)
         return result == "worked"
 
-    def _captured_again(self, scheduler: Any, now: float) -> bool:
-        """At most one graph, also where nothing is tuned any more: rows that were taken back leave the graphs too."""
-        if not self.recapture.ready(now - self._last_request_s, overlays=self.overlays):
-            return False
-        return not releases.why_not_now(scheduler) and self.recapture.step(self._let_go)
+    def _why_not_now(self, scheduler: Any, now: float) -> str:
+        """Why this pass launches nothing: the first reason of the table in docs/limits.md that holds."""
+        return self.switch.why or self.died or self.watch.why_paused(now) or releases.why_not_now(scheduler)
+
+    def _pace_slice(self) -> None:
+        """The first slices of a window are small: a request often comes soon after another."""
+        self._window += 1
+        if self._window in {1, pace.SMALL_SLICES + 1} and self.device is not None:
+            provider: Any = self.device.provider
+            share = pace.SMALL_SHARE if self._window == 1 else 1.0
+            provider.slice_us = share * self.settings.slice_us
 
     def _step(self, *, deep_idle: bool) -> Step:
         """One step of the tuner. A fault drops its job, and the tuner goes on with another one; after a few in a
         row it is the fence's turn."""
         assert self.tuner is not None  # noqa: S101 - for the type checker
         try:
-            with self.compiles.tuning():
+            with self.compiles:
                 return self.tuner.step(deep_idle=deep_idle)
         except Exception:
             self._faults += 1
@@ -179,10 +214,17 @@ class Serving:
                 logger.exception("MoE autotune put an M off because of a fault in tuning it.")
             return "worked"
 
-    def _observe(self, began_s: float) -> None:
+    def _observe(self, began_s: float, now: float, *, launched: bool) -> None:
         """Note how long a pass kept the scheduler: what a request may have waited for."""
+        taken_s = time.perf_counter() - began_s
         if self.metrics is not None:
-            self.metrics.slices_s.append(time.perf_counter() - began_s)
+            self.metrics.slices_s.append(taken_s)
+        if self.overlay.source == "replayed":
+            return  # a recording keeps no request waiting, and its passes are as long as the simulation takes
+        launch_us = self._marked.launch_us if self._marked is not None else 0.0
+        bound_us = pace.bound_us(launch_us, self.settings.slice_us, launched=launched)
+        if (pause := self.watch.observe(taken_s * 1e6, bound_us, now)) is not None and self.watch.pauses == 1:
+            logger.warning("MoE autotune %s, the last one %s. Status shows later pauses.", pause.reason, pause.longest)
 
     def _scratch_bytes(self) -> int:
         return getattr(self.device.provider, "scratch_bytes", 0) if self.device is not None else 0
@@ -195,26 +237,38 @@ class Serving:
     def start(self, device: Device) -> None:
         """Open the store of the device's environment, publish what it holds, and get ready to tune."""
         self.device, self.overlay.source = device, device.source
-        self.store = Store.open(self.root, device.environment, read_only=self.settings.mode == "read-only")
+        self.switch.of_file = switch.read(self.root)
+        self.switched()
+        self.died = deaths.sentence(deaths.read(self.root, file_name(device.environment)))
+        if self.died:
+            self.state, self.reason = "off", f"read-only: {self.died}"
+            logger.warning("MoE autotune starts read-only: %s.", self.died)
+        self.store = Store.open(self.root, device.environment, read_only=self.read_only)
         self.overlay.publish_stored(self.store.contents)
-        if self.settings.mode != "read-only":
-            options = TunerOptions(
-                min_gain=self.settings.min_gain_percent / 100,
-                slice_us=self.settings.slice_us,
-                seed=self.settings.seed,
-                source=device.source,
-                sglang=releases.version(),
-                driver=releases.driver_version(),
-            )
-            prior = Prior(find_files(releases.shipped_folder()), device.environment.device_name)
-            limit = device.environment.shared_memory_bytes
-            tried = TrialLog(self.root, device.environment).put
-            self.tuner = Tuner(device.provider, self._learned, prior, options, shared_memory_bytes=limit, tried=tried)
-            for record in self.store.contents.records.values():
-                # What a recording taught is of no use here, and what is not served is searched again.
-                if record.source in ("pinned", "imported", device.source) and self.overlay.bits_hold(record):
-                    self.tuner.learn(record)
+        if not self.read_only:
+            self.mark = deaths.Mark.open(self.root, file_name(device.environment))
+            self._marked = MarkedProvider(device.provider, self.mark)
+            self.tuner = self.new_tuner(self._marked)
         live.start(self)
+
+    def new_tuner(self, provider: BenchmarkProvider) -> Tuner:
+        """A tuner that knows what is stored and serves what it learns."""
+        assert self.device is not None  # noqa: S101 - for the type checker
+        assert self.store is not None  # noqa: S101 - as above
+        tried = TrialLog(self.root, self.device.environment).put
+        # What is not served is searched again.
+        known = filter(self.overlay.bits_hold, self.store.contents.records.values())
+        return make_tuner(self.device, provider, self.settings, known, self._learned, tried)
+
+    def before_capture(self, model_runner: Any) -> None:
+        """Once, when all that graphs need is there but the graphs."""
+        if not self._startup_done:
+            self._startup_done = True
+            startup.tune(self, model_runner)
+
+    @property
+    def read_only(self) -> bool:
+        return self.settings.mode == "read-only" or (bool(self.died) and self.tuner is None)
 
     def _attach(self, scheduler: Any) -> None:
         self._attached = True
@@ -222,10 +276,9 @@ class Serving:
         if self._never:
             self.state, self.reason = "off", self._never
             logger.info("MoE autotune tunes nothing in this server: %s.", self._never)
+        self._doorbell = Doorbell(scheduler)
         self._captured = releases.captured_sizes(scheduler)
-        if self.store is not None:
-            self.recapture.attach(scheduler)
-        self.lookup.asked = None
+        self.recapture.attach(scheduler, self._doorbell, wanted=self.store is not None)
         self.metrics = metrics.of(scheduler)
 
     def _log_start(self) -> None:
@@ -236,8 +289,7 @@ class Serving:
                 *(__version__, ", ".join(missing)),
             )
             return
-        shapes = len(self.overlay.layers.keys)
-        rows = sum(len(rows) for rows in self.lookup.rows().values())
+        shapes, rows = len(self.overlay.layers.keys), sum(len(rows) for rows in self.lookup.rows().values())
         logger.info(
             "MoE autotune %s: hooks in place; shapes on the Triton path: %d; learned rows: %d; mode %s; store %s.",
             *(__version__, shapes, rows, self.settings.mode),
@@ -248,13 +300,13 @@ class Serving:
         """The tuner's sink: keep the record, and serve it where that is allowed."""
         assert self.store is not None  # noqa: S101 - for the type checker
         self._faults = 0
+        self.idle_time.settled += 1
         self.store.submit(record=record)
         if record.verdict != "faster":
             return
         if self.settings.mode != "restart":
-            key = call_key(record.shape)
-            self.recapture.adopted(key, record.M, record.pair)
-            self.lookup.publish([(key, record.M, record.pair)])
+            self.lookup.publish([row := (call_key(record.shape), record.M, record.pair)])
+            self.recapture.adopted(*row)
         evidence = record.evidence
         logger.info(
             "MoE autotune learned %s M=%d: %.1f %% faster (%.1f -> %.1f us, at least %.1f %%), %s instead of %s.",
@@ -264,8 +316,9 @@ class Serving:
 
     def _take_news(self, now: float) -> bool:
         """Misses and heat into the tuner, notes into the store; True if that cost what a slice may cost."""
-        for miss in self.lookup.take_seen(_NEWS_AT_ONCE):
-            self._add(miss)
+        if self.lookup.seen:
+            for miss in self.lookup.take_seen(_NEWS_AT_ONCE):
+                self._add(miss)
         if served := self.heat.take(self._captured):
             self._notes.count(served)
             self.recapture.served(served)

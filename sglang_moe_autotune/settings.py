@@ -38,6 +38,7 @@ NUMBERS = (
     Setting("COMPILE_PROCESSES", "processes", 1, 64, "niced side processes that compile candidates"),
     Setting("MIN_GAIN_PERCENT", "percent", 0, 90, "gain that a config must show before it is served"),
     Setting("MAX_M", "tokens", 1, 1 << 20, "largest M that is tuned"),
+    Setting("STARTUP_S", "seconds", 0, 86400, "time that a start may spend on tuning before its graphs are captured"),
     Setting("SEED", "", 0, (1 << 32) - 1, "seed of the search"),
 )
 """The settings that are numbers, whole where the default is whole."""
@@ -68,6 +69,7 @@ class Settings(msgspec.Struct, frozen=True):
     compile_processes: int = 1
     min_gain_percent: float = 1.0
     max_m: int = 16384
+    startup_s: float = 0.0
     seed: int = 0
 
     @classmethod

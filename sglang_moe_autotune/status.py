@@ -69,6 +69,19 @@ class GraphCounts(msgspec.Struct, frozen=True):
     pause_ms: dict[str, float] = {}
     """graph -> how long the server stood still for its last capture"""
 
+    def lines(self) -> list[str]:
+        """For people; nothing where there are no graphs."""
+        if not self.captured:
+            return []
+        outcomes = ", ".join(f"{count} {outcome}" for outcome, count in sorted(self.outcomes.items()))
+        longest = f", longest pause {max(self.pause_ms.values()):.0f} ms" if self.pause_ms else ""
+        when = f"{self.recapture}{f': {self.reason}' if self.reason else ''}"
+        return [
+            (f"{len(self.stale)} of {self.captured} captured graphs hold an older config;"
+            f" {outcomes or 'none captured again'}{longest} (recapture {when})"),
+            *(f"not now: graph {where}: {why}" for where, why in sorted(self.put_off.items())),
+        ]
+
 
 class LiveStatus(msgspec.Struct, frozen=True, kw_only=True):
     """The content of one live file. A shape is named by its slug; counts and seconds are since the start."""
@@ -92,6 +105,9 @@ class LiveStatus(msgspec.Struct, frozen=True, kw_only=True):
     """hooked path -> is our hook really in place"""
     state: State = "idle"
     reason: str = ""
+    switch: str = "on"
+    """``off``: rows are not served and nothing is tuned; ``rows``: served, nothing is tuned"""
+    switched_by: str = ""
     epoch: int = 0
     queue: tuple[tuple[str, int], ...] = ()
     """(slug, M) to be tuned, hottest first"""
@@ -105,6 +121,20 @@ class LiveStatus(msgspec.Struct, frozen=True, kw_only=True):
     """GPU seconds an hour that tuning may use; None: no cap"""
     idle_s: float = 0.0
     """time without requests of users"""
+    deep_idle_s: float = 0.0
+    """of it, after enough of it in a row for launches that are longer than a slice"""
+    idle_windows: int = 0
+    searches: int = 0
+    """searches of an M that ended in that time"""
+    idle_needed_s: dict[str, float] = {}
+    """idle time that the queue of each shape needs, by what the searches so far took"""
+    pass_p99_us: float = 0.0
+    """how long passes of tuning keep the scheduler"""
+    pass_longest_us: float = 0.0
+    passes_over: int = 0
+    """passes that took longer than they may"""
+    pauses: int = 0
+    """times that tuning paused itself because of them"""
     compile: CompileCounts = CompileCounts()
     serving_compiles_for_tuning: int = 0
     """kernels that the serving process compiled because of tuning: 0, or a promise is broken"""
@@ -284,7 +314,7 @@ class Difference(NamedTuple):
     """(who, value), in the order of the servers"""
 
 
-_COMPARED = ("sglang", "triton", "mode", "epoch", "rows")
+_COMPARED = ("sglang", "triton", "mode", "switch", "epoch", "rows")
 
 
 def differences(servers: tuple[Server, ...]) -> tuple[Difference, ...]:

@@ -39,4 +39,9 @@ LOAD = HookTarget("sglang.srt.model_executor.model_runner", "ModelRunner.load_mo
 REQUESTS = HookTarget("sglang.srt.managers.scheduler", "Scheduler.process_input_requests")
 TARGETS = (LOOKUP, IDLE, BATCH, LOAD, REQUESTS)
 SERVER_INFO = HookTarget("sglang.srt.managers.scheduler", "Scheduler.get_internal_state")
-"""Not in ``TARGETS``: without it the server says less, and tunes all the same."""
+CONTROL = HookTarget("sglang.srt.managers.scheduler", "Scheduler.set_internal_state")
+CAPTURE = HookTarget("sglang.srt.model_executor.model_runner", "ModelRunner.init_cuda_graphs")
+CAPTURE_BEFORE_0516 = HookTarget("sglang.srt.model_executor.model_runner", "ModelRunner.init_device_graphs")
+OPTIONAL = (SERVER_INFO, CONTROL, CAPTURE, CAPTURE_BEFORE_0516)
+"""Not in ``TARGETS``: without them the server says less, is switched by the file alone, has no window before its graphs
+are captured, and tunes all the same."""

@@ -22,16 +22,18 @@ LAYERS: dict[str, Layer] = {
             "job", "regimes", "agenda",
             "tally", "errand", "inspection", "source", "kernel_source", "contract", "fit", "matrix",
             "captures", "graph_contract",
+            "pace", "marked", "idle_time",
         ),
         "pure",
     ),
     **dict.fromkeys(("store", "record_file", "spares", "lock_file", "whole_file", "settings", "status"), "disk"),
+    **dict.fromkeys(("switch", "deaths"), "disk"),
     **dict.fromkeys(
         (
             "benchmark", "compiler", "compile_child", "launch", "layers", "releases", "correctness", "plugin",
             "timing", "scratch", "shape_notes", "listener", "live", "serving", "overlay", "device",
-            "metrics", "server_info", "offline", "machine", "stand_in", "warm", "kernels", "launches",
-            "graphs", "graph_state", "recapture",
+            "metrics", "server_info", "controls", "doorbell", "startup", "offline", "machine", "stand_in", "warm",
+            "kernels", "launches", "graphs", "graph_state", "recapture",
         ),
         "edge",
     ),
@@ -43,7 +45,7 @@ LAYERS: dict[str, Layer] = {
     ),
     **dict.fromkeys(("export", "remote", "trials", "quarantine"), "disk"),
     **dict.fromkeys(
-        ("shell", "config_folder", "explain", "edit", "editing", "importing", "plot", "report", "watch"),
+        ("shell", "config_folder", "explain", "edit", "editing", "importing", "plot", "report", "watch", "switching"),
         "people",
     ),
 }  # fmt: skip

@@ -15,6 +15,7 @@ from sglang_moe_autotune.recapture import Recapture
 from sglang_moe_autotune.replay import ReplayProvider
 from sglang_moe_autotune.settings import Settings
 from sglang_moe_autotune.store import Store
+from sglang_moe_autotune.switch import Switch
 from sglang_moe_autotune.tuner import Tuner, TunerOptions
 
 SMALL = bf16_shape(E=8, N=256, K=512, top_k=2)
@@ -42,6 +43,7 @@ def replayed_serving(ms: tuple[int, ...] = (8, 64, 512), deferred: int | None = 
         settings=Settings(),
         state="idle",
         reason="",
+        switch=Switch(),
         lookup=lookup,
         recapture=Recapture(Settings(), lookup, lambda: [SMALL]),
         store=store,
@@ -49,7 +51,7 @@ def replayed_serving(ms: tuple[int, ...] = (8, 64, 512), deferred: int | None = 
         device=SimpleNamespace(provider=provider),
         budget=Budget(600.0),
         slices=0,
-        idle_s=1.5,
+        idle_time=SimpleNamespace(total_s=1.5),
         compiles=SimpleNamespace(for_tuning=0),
         overlay=SimpleNamespace(shapes=(SMALL,)),
     )

@@ -441,3 +441,22 @@ def arguments() -> list[str]:
 
 def test_the_server_arguments_that_are_looked_at_exist(ground: SchedulerProcess) -> None:
     assert ground.run(arguments) == []
+
+
+def by_request() -> dict[str, object]:
+    from types import SimpleNamespace
+
+    from sglang_moe_autotune import controls
+
+    asked: list[str] = []
+    serving = SimpleNamespace(recapture=SimpleNamespace(request=lambda: asked.append("asked") or "3 graphs"))
+    request = SimpleNamespace(server_args={controls.RECAPTURE: 1, "other": 5})
+    refused = SimpleNamespace(server_args={controls.RECAPTURE: 2})
+    controls.take(request, serving)
+    controls.take(refused, serving)
+    return {"asked": asked, "left": [request.server_args, refused.server_args]}
+
+
+def test_set_internal_state_asks_for_a_recapture_by_hand(ground: SchedulerProcess) -> None:
+    told = ground.run(by_request)
+    assert told == {"asked": ["asked"], "left": [{"other": 5}, {"moe_autotune_recapture": 2}]}

@@ -36,7 +36,7 @@ def test_every_setting_is_read() -> None:
     assert warnings == ()
     assert len(texts) == len(Settings.__struct_fields__)
     assert found == Settings(
-        "read-only", Path("/data/moe"), True, "idle", 1.0, 50.0, 1.0, 1.0, 1, 1, 1.0, 1, 1
+        "read-only", Path("/data/moe"), True, "idle", 1.0, 50.0, 1.0, 1.0, 1, 1, 1.0, 1, 1.0, 1
     )  # fmt: skip
 
 
