@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Final, Literal, NamedTuple
 
+from sglang_moe_autotune.graph_contract import BACKEND_USES, OLD_USES
 from sglang_moe_autotune.targets import BATCH, IDLE, LOAD, LOOKUP, REQUESTS, SERVER_INFO, HookTarget
 
 Part = Literal[
@@ -255,21 +256,8 @@ CONTRACT: Final[dict[Part, tuple[Rule, ...]]] = {
     ),
     "recapture": (
         OneOf((
-            (
-                "one shape",
-                (
-                    Has(_DECODE, "DecodeCudaGraphRunner", ("capture", "capture_one_shape")),
-                    Has(_PREFILL, "PrefillCudaGraphRunner", ("capture", "capture_one_shape")),
-                    Has(_RUNNER, "ModelRunner", ("init_decode_cuda_graph", "init_prefill_cuda_graph")),
-                ),
-            ),
-            (
-                "one batch size",
-                (
-                    Has(_OLD_DECODE, "CudaGraphRunner", ("capture", "capture_one_batch_size")),
-                    Has(_RUNNER, "ModelRunner", ("init_device_graphs", "init_piecewise_cuda_graphs")),
-                ),
-            ),
+            ("one shape", tuple(Has(*use) for use in BACKEND_USES)),
+            ("one batch size", tuple(Has(*use) for use in OLD_USES)),
         )),
     ),
     "server info": (

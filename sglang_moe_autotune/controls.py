@@ -17,6 +17,9 @@ logger = logging.getLogger("sglang.moe_autotune")
 SWITCH: Final = "moe_autotune"
 """0: off. 1: learned rows are served and nothing is tuned. 2: on, where the file of the store does not say less."""
 
+RECAPTURE: Final = "moe_autotune_recapture"
+"""1: captured graphs that hold another config than the served one are captured again at the next deep idle"""
+
 
 def take(request: Any, serving: Serving) -> None:
     """Obey what is ours in a ``SetInternalStateReq`` and take it out, so that SGLang sees its own part only.
@@ -39,5 +42,12 @@ def _switch(serving: Serving, value: Any) -> bool:
     return True
 
 
-CONTROLS: Final[dict[str, Callable[[Serving, Any], bool]]] = {SWITCH: _switch}
+def _recapture(serving: Serving, value: Any) -> bool:
+    if isinstance(value, bool) or value != 1:
+        return False
+    logger.info("MoE autotune was asked for it: %s.", serving.recapture.request())
+    return True
+
+
+CONTROLS: Final[dict[str, Callable[[Serving, Any], bool]]] = {SWITCH: _switch, RECAPTURE: _recapture}
 """name -> obey it; False: not understood"""

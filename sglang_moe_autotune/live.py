@@ -113,4 +113,5 @@ def describe(serving: Serving) -> status.LiveStatus:
         serving_compiles_for_tuning=serving.compiles.for_tuning,
         quarantine={str(one.candidate): one.reason for one in held.held} if held is not None else {},
         deferred={f"{slug} {M}": reason for (slug, M), reason in snapshot.deferred.items()} if snapshot else {},
+        graphs=serving.recapture.snapshot(),
     )

@@ -58,11 +58,17 @@ class Lookup:
         self.missed: dict[tuple[Call, int], int] = {}
         self.seen: list[Missed] = []
         """first misses of a (call, M) since they were last taken; the tuner takes them at its next idle pass"""
+        self.asked: dict[tuple[Call, int], ConfigPair | None] | None = {}
+        """the last answer to each (call, M), None for a miss: what a graph that is being captured will hold; from the
+        start until it is set to None"""
 
     def answer(self, key: Call, M: int, return_down_config: bool) -> Any | None:  # noqa: N803
         """A fresh answer in SGLang's return shape, or None for a miss."""
         rows = self._answers.get(key)
-        if rows is None or (row := rows.get(M)) is None:
+        row = rows.get(M) if rows is not None else None
+        if self.asked is not None:
+            self.asked[key, M] = None if row is None else self._table[CallKey(*key)][M]
+        if row is None:
             return None
         up, down, block_m = row
         return (up.copy(), (down.copy(), block_m)) if return_down_config else up.copy()

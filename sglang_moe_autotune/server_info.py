@@ -50,5 +50,6 @@ def describe(serving: Serving) -> dict[str, Any]:
         "compile": dict(compiler.counts) if compiler is not None else {},
         "compiles_for_tuning": serving.compiles.for_tuning,
         "store": {"path": str(store.path), "state": store.state} if store is not None else None,
+        "graphs": msgspec.json.decode(msgspec.json.encode(serving.recapture.snapshot())),
         "shapes": {slug: msgspec.to_builtins(found) for slug, found in shapes.items()},
     }

@@ -17,6 +17,7 @@ from sglang_moe_autotune.layers import call_key, find_layers
 from sglang_moe_autotune.listener import CompileCount
 from sglang_moe_autotune.marked import MarkedProvider
 from sglang_moe_autotune.overlay import Overlay
+from sglang_moe_autotune.recapture import Recapture
 from sglang_moe_autotune.settings import Settings, cache_root
 from sglang_moe_autotune.shape_notes import ShapeNotes
 from sglang_moe_autotune.store import Store, file_name, relatives
@@ -58,6 +59,7 @@ class Serving:
         self.hooks = hooks
         self.overlay = Overlay(settings.mode, bit_equal=settings.bit_equal)
         self.lookup = self.overlay.lookup
+        self.recapture = Recapture(settings, self.lookup, lambda: self.overlay.shapes)
         self.heat = Heat()
         self.compiles = CompileCount()
         self.compiles.install()
@@ -145,6 +147,8 @@ class Serving:
         now = time.monotonic()
         if not self._attached:
             self._attach(scheduler)
+        if self.recapture.idle(scheduler, now - self._last_request_s, self._let_go, overlays=self.overlays):
+            return True
         if self._never or self.tuner is None:
             return False
         if reason := self._why_not_now(scheduler, now):
@@ -275,6 +279,7 @@ class Serving:
             logger.info("MoE autotune tunes nothing in this server: %s.", self._never)
         self._doorbell = Doorbell(scheduler)
         self._captured = releases.captured_sizes(scheduler)
+        self.recapture.attach(scheduler, self._doorbell, wanted=self.store is not None)
         self.metrics = metrics.of(scheduler)
 
     def _log_start(self) -> None:
@@ -285,8 +290,7 @@ class Serving:
                 *(__version__, ", ".join(missing)),
             )
             return
-        shapes = len(self.overlay.layers.keys)
-        rows = sum(len(rows) for rows in self.lookup.rows().values())
+        shapes, rows = len(self.overlay.layers.keys), sum(len(rows) for rows in self.lookup.rows().values())
         logger.info(
             "MoE autotune %s: hooks in place; shapes on the Triton path: %d; learned rows: %d; mode %s; store %s.",
             *(__version__, shapes, rows, self.settings.mode),
@@ -303,7 +307,8 @@ class Serving:
         if record.verdict != "faster" or (held is not None and held.evidence.gain == record.evidence.gain):
             return  # nothing to serve, or a further look found nothing better than what is served
         if self.settings.mode != "restart":
-            self.lookup.publish([(call_key(record.shape), record.M, record.pair)])
+            self.lookup.publish([row := (call_key(record.shape), record.M, record.pair)])
+            self.recapture.adopted(*row)
         evidence = record.evidence
         logger.info(
             "MoE autotune learned %s M=%d: %.1f %% faster (%.1f -> %.1f us, at least %.1f %%), %s instead of %s.",
@@ -318,6 +323,7 @@ class Serving:
                 self._add(miss)
         if served := self.heat.take(self._captured):
             self._notes.count(served)
+            self.recapture.served(served)
             assert self.tuner is not None  # noqa: S101 - for the type checker
             for shape in self.overlay.shapes:
                 for M, count in served.items():  # noqa: N806

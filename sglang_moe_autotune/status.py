@@ -51,6 +51,38 @@ class CompileCounts(msgspec.Struct, frozen=True):
     failed: int = 0
 
 
+class GraphCounts(msgspec.Struct, frozen=True):
+    """SGLang's captured graphs, as far as they hold configs; each is named by its kind and size, as ``decode 16``."""
+
+    recapture: str = "off"
+    """``idle``: captured again in deep idle. ``restart``: at the next start, or by hand. ``off``: never here"""
+    reason: str = ""
+    """why not ``idle``, or what cannot be captured again"""
+    captured: int = 0
+    """graphs that can be captured again"""
+    stale: tuple[str, ...] = ()
+    """hold another config than the served one"""
+    put_off: dict[str, str] = {}
+    """stale graph -> why it is not captured again now"""
+    outcomes: dict[str, int] = {}
+    """captures by outcome: recaptured, failed, withdrawn"""
+    pause_ms: dict[str, float] = {}
+    """graph -> how long the server stood still for its last capture"""
+
+    def lines(self) -> list[str]:
+        """For people; nothing where there are no graphs."""
+        if not self.captured:
+            return []
+        outcomes = ", ".join(f"{count} {outcome}" for outcome, count in sorted(self.outcomes.items()))
+        longest = f", longest pause {max(self.pause_ms.values()):.0f} ms" if self.pause_ms else ""
+        when = f"{self.recapture}{f': {self.reason}' if self.reason else ''}"
+        return [
+            (f"{len(self.stale)} of {self.captured} captured graphs hold an older config;"
+            f" {outcomes or 'none captured again'}{longest} (recapture {when})"),
+            *(f"not now: graph {where}: {why}" for where, why in sorted(self.put_off.items())),
+        ]
+
+
 class LiveStatus(msgspec.Struct, frozen=True, kw_only=True):
     """The content of one live file. A shape is named by its slug; counts and seconds are since the start."""
 
@@ -110,6 +142,7 @@ class LiveStatus(msgspec.Struct, frozen=True, kw_only=True):
     """"slug M" -> why it cannot be tuned now"""
     quarantine: dict[str, str] = {}
     """candidate -> why it is never tried"""
+    graphs: GraphCounts = GraphCounts()
 
     @property
     def owner(self) -> Owner:

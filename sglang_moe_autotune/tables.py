@@ -111,6 +111,7 @@ def server(entry: Server, now_unix_s: float) -> list[RenderableType]:
             *_needs(live),
             *_passes(live),
             f"binaries: {counts.ordered} ordered, {counts.ready} ready, {counts.failed} failed",
+            *live.graphs.lines(),
             *(f"not now: {where}: {why}" for where, why in sorted(live.deferred.items())),
             *(f"in quarantine: {what}: {why}" for what, why in sorted(live.quarantine.items())),
         ]

@@ -11,6 +11,7 @@ from synthetic import bf16_shape, landscape
 from sglang_moe_autotune.budget import Budget
 from sglang_moe_autotune.lookup import Lookup
 from sglang_moe_autotune.prior import Prior
+from sglang_moe_autotune.recapture import Recapture
 from sglang_moe_autotune.replay import ReplayProvider
 from sglang_moe_autotune.settings import Settings
 from sglang_moe_autotune.store import Store
@@ -37,12 +38,14 @@ def replayed_serving(ms: tuple[int, ...] = (8, 64, 512), deferred: int | None = 
         tuner.add(SMALL, M, recorded.baselines[M].pair)
     if deferred is not None:
         tuner.add(SMALL, deferred, recorded.baselines[ms[0]].pair)
+    lookup = Lookup()
     return SimpleNamespace(
         settings=Settings(),
         state="idle",
         reason="",
         switch=Switch(),
-        lookup=Lookup(),
+        lookup=lookup,
+        recapture=Recapture(Settings(), lookup, lambda: [SMALL]),
         store=store,
         tuner=tuner,
         device=SimpleNamespace(provider=provider),
