@@ -94,7 +94,7 @@ class Server:
         try:
             while not self._healthy():
                 self._check(begun, wait_s)
-                time.sleep(0.5)
+                time.sleep(0.2)
         except BaseException:
             self.stop()
             raise

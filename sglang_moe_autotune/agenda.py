@@ -17,9 +17,11 @@ State = Literal["queued", "settled", "failed"]
 
 Key = tuple[MoeShape, int]
 
+FINISHED_LOOKS: Final = 3
+"""searches after which an M is left alone by the next process: a quick one, one of what others compiled, a full one"""
 _NEVER: Final = float("inf")
 _LONGEST_WAIT_S: Final = 3600.0
-_ASKED_AT_ONCE: Final = 4
+_ASKED_AT_ONCE: Final = 2
 
 
 class Deferral(msgspec.Struct, frozen=True):
@@ -34,21 +36,27 @@ class Deferral(msgspec.Struct, frozen=True):
 class Entry:
     """What is kept of one (shape, M)."""
 
-    __slots__ = ("M", "baseline", "faults", "gpu_s", "long", "looks", "ordered", "record", "shape", "state")
+    __slots__ = (
+        *("M", "barren", "baseline", "earlier_s", "faults", "gpu_s", "inherited", "long", "looks", "record", "shape"),
+        "state",
+    )
 
     def __init__(self, shape: MoeShape, M: int, baseline: ConfigPair) -> None:  # noqa: N803
         self.shape, self.M, self.baseline = shape, M, baseline
         self.state: State = "queued"
         self.faults = 0
+        self.inherited = False
+        """was its first answer found by an earlier process?"""
         self.long = False
         """its launches are longer than a slice: for deep idle"""
-        self.gpu_s = 0.0
+        self.gpu_s = self.earlier_s = 0.0
+        """spent on it in this process, and before"""
         self.record: Record | None = None
-        """learned here, not one from the store"""
+        """learned here, or from the store where its search goes on"""
         self.looks = 0
         """searches that ended"""
-        self.ordered = 0
-        """configs that the shape had when the last one did"""
+        self.barren = 0
+        """how many in a row compiled something and found nothing better than what this M had"""
 
     @property
     def key(self) -> Key:
@@ -70,6 +78,8 @@ class Agenda:
         """may this one be begun now? ``wake`` when an answer changes"""
         self.elsewhere: frozenset[Key] = frozenset()
         """what another process works on: it keeps nobody from second searches"""
+        self.sharing = 1
+        """processes that search the same shapes at the same time, each some of the M"""
         self.held = False
         """begin nothing: what is open goes on"""
         self._retry_s = retry_s
@@ -79,19 +89,30 @@ class Agenda:
         self._asked = 0
 
     def add(self, shape: MoeShape, M: int, baseline: ConfigPair) -> None:  # noqa: N803
-        """Queue an M, unless it is known here, closed, or a stored record holds against the same baseline."""
+        """Queue an M, unless it is known here, closed, or a stored record holds against the same baseline; where that
+        one is of a first look, the second one is still to come."""
         key = (shape, M)
-        if key not in self.entries and key not in self._closed and not self._holds(key, baseline):
-            self.entries[key] = Entry(shape, M, baseline)
-            self.wake()
+        if key in self.entries or key in self._closed:
+            return
+        entry = Entry(shape, M, baseline)
+        if self._holds(key, baseline):
+            stored = self.stored[key]
+            looks = stored.evidence.looks
+            if stored.source == "pinned" or not 0 < looks < FINISHED_LOOKS:
+                return
+            entry.state, entry.record, entry.looks = "settled", stored, looks
+            entry.earlier_s, entry.inherited = stored.evidence.gpu_s, True
+        self.entries[key] = entry
+        self.wake()
 
     def store(self, record: Record) -> bool:
-        """Note a stored record; True if it takes its M off the queue."""
+        """Note a stored record; True if it takes its M off the queue, or changes what its searches start from."""
         key = (record.shape, record.M)
         self.stored[key] = record
         entry = self.entries.get(key)
         if entry is not None and entry.record is not None and record.source != "imported":
-            entry.record = record  # found here, and decided elsewhere
+            before, entry.record = entry.record, record  # found here, and decided elsewhere
+            return before.pair != record.pair
         if entry is None or entry.state != "queued" or not self._holds(key, entry.baseline):
             return False
         del self.entries[key]
@@ -125,6 +146,14 @@ class Agenda:
         for other in self.entries.values():
             other.long = other.long or (other.shape == entry.shape and other.M >= entry.M)
 
+    def peers(self, entry: Entry) -> list[Entry]:
+        """Itself and the M of its shape that it may wait for: not those that are put off, or wait for deeper idle."""
+        return [
+            e
+            for e in self.entries.values()
+            if e is entry or (e.shape == entry.shape and e.key not in self.deferred and e.long <= entry.long)
+        ]
+
     def queued(self) -> list[Entry]:
         """What has no answer yet, the hottest first, equals in the order of arrival."""
         return sorted((e for e in self.entries.values() if e.state == "queued"), key=self._order)
@@ -143,6 +172,11 @@ class Agenda:
         """True while ``next_entry`` would find nothing; costs one comparison."""
         return self.held or now_s < self._rest_until_s[deep_idle]
 
+    @property
+    def asking(self) -> bool:
+        """Did ``next_entry`` leave settled M unasked, and may it be asked again?"""
+        return self._asked > 0 and not self.held
+
     def wake(self) -> None:
         self._rest_until_s = {False: 0.0, True: 0.0}
 
@@ -151,7 +185,7 @@ class Agenda:
         found = [e for e in self._in_state("queued") if self._ripe(e, now_s, deep_idle=deep_idle)]
         if found:
             return min(found, key=self._order)
-        if all(e.key in self.deferred or e.key in self.elsewhere for e in self._in_state("queued")):
+        if all(self._holds_up_nobody(e, deep_idle=deep_idle) for e in self._in_state("queued")):
             settled = [e for e in self._in_state("settled") if self._ripe(e, now_s, deep_idle=deep_idle)]
             settled.sort(key=self._order)
             few = settled[self._asked : self._asked + _ASKED_AT_ONCE]
@@ -165,6 +199,9 @@ class Agenda:
         times = (d.retry_at_s for key, d in self.deferred.items() if deep_idle or not self.entries[key].long)
         self._rest_until_s[deep_idle] = min((t for t in times if t > now_s), default=_NEVER)
         return None
+
+    def _holds_up_nobody(self, entry: Entry, *, deep_idle: bool) -> bool:
+        return entry.key in self.deferred or entry.key in self.elsewhere or (entry.long and not deep_idle)
 
     def _ripe(self, entry: Entry, now_s: float, *, deep_idle: bool) -> bool:
         return self._may_run(entry, now_s, deep_idle=deep_idle) and self.admits(entry)

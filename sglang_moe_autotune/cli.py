@@ -6,6 +6,7 @@ import os
 import shlex
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
@@ -26,10 +27,14 @@ from sglang_moe_autotune import (
     selection,
     shell,
     summary,
+    switching,
     trials,
     watch,
 )
 from sglang_moe_autotune.selection import NothingFound, Unusable
+
+if TYPE_CHECKING:
+    from sglang_moe_autotune.noise import NoiseModel
 
 
 @click.group(
@@ -45,6 +50,8 @@ def main() -> None:
 
 
 main.add_command(watch.status_command)
+main.add_command(switching.off_command)
+main.add_command(switching.on_command)
 
 
 @main.command(
@@ -297,11 +304,18 @@ def _show_releases(*, as_json: bool) -> None:
     help="Noise that is put on the recorded times.",
 )
 @click.option(
+    "--noise-model",
+    type=click.Choice(["launch", "idle"]),
+    default="launch",
+    show_default=True,
+    help="idle adds what an idle GPU does: clocks that drift and step, cold first launches, launches held up.",
+)
+@click.option(
     "--budget-s", type=shell.Number(min=0, min_open=True), help="GPU seconds to spend; no cap without it."
 )
 @shell.options("json")
 def simulate_command(
-    file: Path, seed: int, noise_percent: float, budget_s: float | None, *, as_json: bool
+    file: Path, seed: int, noise_percent: float, noise_model: NoiseModel, budget_s: float | None, *, as_json: bool
 ) -> None:
     """Run the real search on FILE, a recorded landscape, in place of a GPU."""
     from sglang_moe_autotune import landscape, simulate  # noqa: PLC0415 - no other command needs them
@@ -312,7 +326,7 @@ def simulate_command(
         raise Unusable(f"{file} cannot be read ({error.strerror}): check its permissions") from error
     except ValueError as error:
         raise Unusable(str(error)) from error
-    result = simulate.simulate(recorded, seed=seed, noise_percent=noise_percent, budget_s=budget_s)
+    result = simulate.simulate(recorded, seed, noise_percent, budget_s, noise_model=noise_model)
     if as_json:
         shell.emit(result)
     else:

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from typing import Final, Literal, NamedTuple
 
-from sglang_moe_autotune.targets import BATCH, IDLE, LOAD, LOOKUP, REQUESTS, SERVER_INFO, HookTarget
+from sglang_moe_autotune.graph_contract import BACKEND_USES, OLD_USES
+from sglang_moe_autotune.targets import BATCH, IDLE, LOAD, LOOKUP, RECEIVE, REQUESTS, SERVER_INFO, HookTarget
 
 Part = Literal[
     "hooks", "lookup", "layers", "launch", "pauses", "requests", "batches", "arguments",
-    "graphs", "recapture", "server info",
+    "graphs", "recapture", "server info", "ranks", "vote",
 ]
 
 
@@ -119,7 +120,8 @@ LAUNCH_NAMED: Final = (
 
 SETTINGS: Final = (
     "tp_size", "pp_size", "dp_size", "ep_size", "nnodes", "enable_lora", "disaggregation_mode",
-    "enable_fused_moe_sum_all_reduce", "speculative_num_draft_tokens",
+    "enable_fused_moe_sum_all_reduce", "speculative_num_draft_tokens", "enable_dp_attention", "elastic_ep_backend",
+    "attn_cp_size", "moe_dp_size",
 )  # fmt: skip
 """server arguments that decide whether and where a server tunes"""
 
@@ -255,25 +257,26 @@ CONTRACT: Final[dict[Part, tuple[Rule, ...]]] = {
     ),
     "recapture": (
         OneOf((
-            (
-                "one shape",
-                (
-                    Has(_DECODE, "DecodeCudaGraphRunner", ("capture", "capture_one_shape")),
-                    Has(_PREFILL, "PrefillCudaGraphRunner", ("capture", "capture_one_shape")),
-                    Has(_RUNNER, "ModelRunner", ("init_decode_cuda_graph", "init_prefill_cuda_graph")),
-                ),
-            ),
-            (
-                "one batch size",
-                (
-                    Has(_OLD_DECODE, "CudaGraphRunner", ("capture", "capture_one_batch_size")),
-                    Has(_RUNNER, "ModelRunner", ("init_device_graphs", "init_piecewise_cuda_graphs")),
-                ),
-            ),
+            ("one shape", tuple(Has(*use) for use in BACKEND_USES)),
+            ("one batch size", tuple(Has(*use) for use in OLD_USES)),
         )),
     ),
     "server info": (
         Hooked(SERVER_INFO),
         Has(_REQUESTS, "GetInternalStateReqOutput", ("internal_state",)),
+    ),
+    "ranks": (
+        OneOf((
+            ("", (Has(_SCHEDULER, "Scheduler", ("ps",)),)),
+            ("", (Has(_SCHEDULER, "Scheduler", ("tp_rank",)),)),
+            ("", (Has("sglang.srt.runtime_context", "", ("get_parallel",)),)),
+        )),
+    ),
+    "vote": (
+        Has(_REQUESTS, "AbortReq", ("rid",)),
+        OneOf((
+            ("", (Hooked(RECEIVE), Calls((RECEIVE.module,), RECEIVE.name.split(".")[-1]))),
+            ("", (Lacks(RECEIVE.module, "SchedulerRequestReceiver"),)),  # before 0.5.13 there is no vote
+        )),
     ),
 }  # fmt: skip

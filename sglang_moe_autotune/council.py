@@ -118,6 +118,10 @@ class Council:
         self._exchange()
         return decided
 
+    def say(self, present: Present, now_s: float) -> None:
+        """The turn of a rank that only says how it is: it decides nothing, and asks nothing. Never raises OSError."""
+        self._write(present, now_s)
+
     def _exchange(self) -> None:
         if len(self._told) > self._written:
             with contextlib.suppress(OSError):
@@ -214,7 +218,7 @@ class Council:
             if rank != self.place.rank and now_s - heard[1] > _SILENT_S:
                 yield f"rank {rank} has said nothing for {now_s - heard[1]:.0f} s"
             if post.off:
-                yield f"rank {rank} measures no more ({post.off}); nothing new is served"
+                yield f"rank {rank} measures nothing now ({post.off}); until it does nothing new is served"
             if unsure := [finding.reason for finding in post.findings if finding.outcome == "unsure"]:
                 yield f"rank {rank} cannot measure {len(unsure)} proposals now: {unsure[0]}"
             if post.epoch != self.table.epoch:

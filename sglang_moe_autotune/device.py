@@ -4,17 +4,21 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from sglang_moe_autotune import releases
+from sglang_moe_autotune import pace, releases
+from sglang_moe_autotune.prior import Prior, find_files
 from sglang_moe_autotune.quarantine import Quarantine
 from sglang_moe_autotune.trials import environment_key
+from sglang_moe_autotune.tuner import Tuner, TunerOptions
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
     from pathlib import Path
 
+    from sglang_moe_autotune.agenda import Agenda
     from sglang_moe_autotune.bench import BenchmarkProvider
     from sglang_moe_autotune.layers import LiveLayers
     from sglang_moe_autotune.listener import CompileCount
-    from sglang_moe_autotune.records import Environment, Source
+    from sglang_moe_autotune.records import Environment, Record, Source
     from sglang_moe_autotune.settings import Settings
 
 
@@ -45,3 +49,42 @@ def open_device(settings: Settings, root: Path | None, layers: LiveLayers, compi
         *(lent, compiler, settings.reserve_mb << 20, settings.slice_us, quarantine), bit_equal=settings.bit_equal
     )
     return Device(environment, provider)
+
+
+def before_serving(device: Device) -> BenchmarkProvider:
+    """The device's benches where nothing was launched yet: after one launch of the baseline."""
+    from sglang_moe_autotune.benchmark import DeviceProvider  # noqa: PLC0415 - needs a GPU
+    from sglang_moe_autotune.warm import WarmProvider  # noqa: PLC0415 - as above
+
+    return WarmProvider(device.provider) if isinstance(device.provider, DeviceProvider) else device.provider
+
+
+def make_tuner(
+    device: Device,
+    provider: BenchmarkProvider,
+    settings: Settings,
+    records: tuple[Iterable[Record], Iterable[Record]],
+    found: tuple[Callable[[Record], object], Callable[..., object]],
+    agenda: Agenda | None = None,
+) -> Tuner:
+    """A tuner for the device's environment. records: those that it knows, and those of the same GPU under another
+    Triton or kernel, which seed its searches. found: told of each record, and of what was measured for it."""
+    known, seeds = records
+    sink, tried = found
+    options = TunerOptions(
+        min_gain=settings.min_gain_percent / 100,
+        slice_us=pace.longest_launch_us(settings.slice_us),
+        seed=settings.seed,
+        source=device.source,
+        sglang=releases.version(),
+        driver=releases.driver_version(),
+    )
+    prior = Prior(find_files(releases.shipped_folder()), device.environment.device_name)
+    for record in seeds:
+        prior.learn(record, here=False)
+    limit = device.environment.shared_memory_bytes
+    tuner = Tuner(provider, sink, prior, options, shared_memory_bytes=limit, tried=tried, agenda=agenda)
+    for record in known:
+        if record.source in ("pinned", "imported", device.source):  # what a recording taught is of no use here
+            tuner.learn(record)
+    return tuner

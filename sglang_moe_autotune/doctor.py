@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from filelock import FileLock, Timeout
 
-from sglang_moe_autotune import fit, kernel_source, matrix, store, targets
+from sglang_moe_autotune import deaths, fit, kernel_source, matrix, store, switch, targets
 from sglang_moe_autotune.contract import LAUNCH, NEEDED, UNSUPPORTED
 from sglang_moe_autotune.errors import StoreError
 from sglang_moe_autotune.matrix import Release
@@ -235,6 +235,30 @@ def check_store(root: Path | None) -> list[Check]:
     return rows or [Check("store", "ok", says)]
 
 
+def check_switch(root: Path | None) -> Check:
+    """Nobody switched the servers on this store off."""
+    level = switch.read(root)
+    if level == "on":
+        return Check("switch", "ok", "on")
+    says = {"off": "off: no server on this store tunes, or serves what was learned", "rows": "rows: nothing is tuned"}
+    return Check("switch", "warn", says[level], f"{DISTRIBUTION} on")
+
+
+def check_deaths(root: Path | None) -> Check:
+    """No environment has so many deaths in first launches that its servers start read-only."""
+    found = deaths.read(root)
+    if not found:
+        return Check("deaths", "ok", "no process died in a first launch")
+    last = f"{len(found)} in a first launch, the last at {found[-1].what or 'an unknown one'}"
+    stopped = any(
+        len([d for d in found if d.environment == one]) >= deaths.LIMIT for one in {d.environment for d in found}
+    )
+    if not stopped:
+        cure = f"after {deaths.LIMIT} servers start read-only; {DISTRIBUTION} on forgets it"
+        return Check("deaths", "warn", last, cure)
+    return Check("deaths", "warn", f"{last}: servers start read-only", f"report it; {DISTRIBUTION} on forgets them")
+
+
 def check_config_dir(value: str | None, triton: str | None) -> Check:
     """SGLANG_MOE_CONFIG_DIR, which replaces SGLang's own config folder, holds what SGLang can read."""
     name = "SGLANG_MOE_CONFIG_DIR"
@@ -294,6 +318,8 @@ def examine(environ: Mapping[str, str]) -> tuple[Check, ...]:
         check_gpu(shutil.which("nvidia-smi", path=environ.get("PATH"))),
         *check_cache(root),
         *check_store(root),
+        check_switch(root),
+        check_deaths(root),
         *check_settings(complaints),
         check_mode(settings.mode),
         check_config_dir(environ.get("SGLANG_MOE_CONFIG_DIR"), triton),

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from statistics import fmean
 from typing import TYPE_CHECKING, Final, NamedTuple
 
+from sglang_moe_autotune.measurement import Measurement
+from sglang_moe_autotune.search_space import AXES, filled
 from sglang_moe_autotune.shapes import GEMMS, ConfigPair, Gemm, KernelConfig
 
 if TYPE_CHECKING:
@@ -16,6 +17,10 @@ if TYPE_CHECKING:
 
 
 _RECENT: Final = 64
+_GAIN_PER_OCTAVE: Final = 0.25
+"""how much nearer to the best a config may come from one M to another, in log time"""
+_HOPELESS: Final = 0.03
+"""a lag that even with that is not worth a measurement"""
 
 
 class Trial(NamedTuple):
@@ -25,34 +30,13 @@ class Trial(NamedTuple):
     config: KernelConfig
 
 
-class Measurement:
-    """The paired log-ratios candidate/baseline of one trial at one M, and their centre."""
-
-    __slots__ = ("_centre", "logs")
-
-    def __init__(self, logs: Iterable[float] = ()) -> None:
-        self.logs = list(logs)
-        self._centre: float | None = None
-
-    def extend(self, logs: Iterable[float]) -> None:
-        self.logs.extend(logs)
-        self._centre = None
-
-    @property
-    def centre(self) -> float:
-        """The mean of the middle half: nearly as sharp as the mean, and an interrupted launch moves it little."""
-        if self._centre is None:
-            ordered = sorted(self.logs)
-            quarter = len(ordered) // 4
-            self._centre = fmean(ordered[quarter : len(ordered) - quarter])
-        return self._centre
-
-
 class Experience:
     """Shared by the searches of one shape. A search adds to it, and the next one starts from it."""
 
     def __init__(self, space: Iterable[KernelConfig]) -> None:
         self.space = frozenset(space)
+        self.axes = {axis: tuple(sorted({int(getattr(filled(c), axis)) for c in self.space})) for axis in AXES}
+        """the values that the space has on each axis"""
         self.measured: dict[int, dict[Trial, Measurement]] = {}
         self.reference: dict[int, ConfigPair] = {}
         """by M the pair that its ratios are to"""
@@ -61,10 +45,11 @@ class Experience:
         self.ordered: dict[KernelConfig, None] = {}
         """configs whose binaries were asked for, oldest first"""
         self.failed: dict[Trial, str] = {}
-        self.heard: dict[int, dict[Trial, float]] = {}
-        """by M the log-ratios that another process measured; they say what to try, and count as no measurement"""
         self.chosen: dict[int, ConfigPair] = {}
         """by M what is served there, the baseline included"""
+        self._lags: dict[int, dict[KernelConfig, float]] = {}
+        """by M, for those whose search ended, here or elsewhere, what each config lagged or could be thought to"""
+        self._known: set[KernelConfig] = set()
 
     def at(self, M: int, reference: ConfigPair) -> dict[Trial, Measurement]:  # noqa: N803
         """The measurements of one M as ratios to ``reference``, to add to.
@@ -105,48 +90,47 @@ class Experience:
         if record.verdict == "faster":
             self.ordered |= dict.fromkeys(c for c in (record.pair.up, record.pair.down) if c in self.space)
 
-    def hear(self, M: int, trials: Mapping[Trial, float]) -> None:  # noqa: N803
-        """Another process of this machine measured these. Their binaries exist, so they are as good as ordered here."""
-        self.heard[M] = {**self.heard.get(M, {}), **trials}
-        self.ordered |= dict.fromkeys(trial.config for trial in trials if trial.config in self.space)
+    def hear(self, M: int, lags: Mapping[KernelConfig, float]) -> None:  # noqa: N803
+        """Another process of this machine ended a search of this M with these lags. Its binaries exist, so they are as
+        good as ordered here. They count as no measurement: what was measured here goes before."""
+        self.ordered |= dict.fromkeys(config for config in lags if config in self.space)
+        self.conclude(M, {**lags, **(self._lags.get(M, {}) if self.measured.get(M) else {})})
 
-    def winners(self) -> frozenset[KernelConfig]:
-        """Configs that some M is served with."""
-        return frozenset(c for pair in self.chosen.values() for c in (pair.up, pair.down))
+    def winners(self, but: int) -> frozenset[KernelConfig]:
+        """Configs that some other M is served with."""
+        return frozenset(c for m, pair in self.chosen.items() if m != but for c in (pair.up, pair.down))
 
-    def untried_winners(self, M: int) -> frozenset[KernelConfig]:  # noqa: N803
-        """Winners of the two nearest M that were not measured at this one."""
-        near = [self.chosen[m] for m in self.nearest(M)[:2] if m in self.chosen]
-        rows = self.measured.get(M, {})
-        return frozenset(
+    def conclude(self, M: int, lags: dict[KernelConfig, float]) -> None:  # noqa: N803
+        """Note at the end of a search how far each config that was measured is behind the best, in log time."""
+        self._lags[M] = {**self.hopes(M), **lags}
+        self._known.update(lags)
+
+    def hopes(self, M: int) -> dict[KernelConfig, float]:  # noqa: N803
+        """The least lag, in log time, that each config can be thought to have here by the nearest M that knows it."""
+        found: dict[KernelConfig, float] = {}
+        for m in self.nearest(M):
+            if m in self._lags:
+                gained = _GAIN_PER_OCTAVE * octaves(m, M)
+                found.update((c, lag - gained) for c, lag in self._lags[m].items() if c not in found)
+                if len(found) >= len(self._known):
+                    break
+        return found
+
+    def promising(self, M: int) -> list[KernelConfig]:  # noqa: N803
+        """What was compiled for other M, is not tried here, and may come near the best; the most hopeful first."""
+        rows, hopes = self.measured.get(M, {}), self.hopes(M)
+        found = [
             config
-            for pair in near
-            for gemm in GEMMS
-            if (config := pair.of(gemm)) in self.ordered
-            and (trial := Trial(gemm, config)) not in rows
-            and trial not in self.failed
-        )
+            for config in self.ordered
+            if hopes.get(config, 0.0) < _HOPELESS
+            and any((t := Trial(gemm, config)) not in rows and t not in self.failed for gemm in GEMMS)
+        ]
+        return sorted(found, key=lambda config: hopes.get(config, 0.0))
 
     def nearest(self, M: int) -> list[int]:  # noqa: N803
-        """Other M with a winner or measurements, the nearest first."""
-        known = {m for m, rows in self.measured.items() if rows} | set(self.chosen) | set(self.heard)
+        """Other M with a winner or measurements, here or elsewhere, the nearest first."""
+        known = {m for m, rows in self.measured.items() if rows} | set(self.chosen) | set(self._lags)
         return sorted(known - {M}, key=lambda m: (octaves(m, M), m))
-
-    def lags(self, M: int, within: int = 3) -> dict[KernelConfig, float]:  # noqa: N803
-        """How far each config was behind the best of its GEMM at the nearest M that tried it, in log time.
-
-        The better of its two GEMMs counts. Only the ``within`` nearest M are asked.
-        """
-        found: dict[KernelConfig, float] = {}
-        for m in self.nearest(M)[:within]:
-            rows = [(trial, row.centre) for trial, row in self.measured.get(m, {}).items() if row.logs]
-            rows = rows or list(self.heard.get(m, {}).items())
-            least = {gemm: min((c for t, c in rows if t.gemm == gemm), default=0.0) for gemm in GEMMS}
-            here: dict[KernelConfig, float] = {}
-            for (gemm, config), centre in rows:
-                here[config] = min(centre - least[gemm], here.get(config, math.inf))
-            found = here | found
-        return found
 
 
 def octaves(a: int, b: int) -> float:

@@ -7,6 +7,7 @@ import math
 import msgspec
 
 from sglang_moe_autotune.experience import Trial
+from sglang_moe_autotune.lags import SHARE, lags
 from sglang_moe_autotune.shapes import Gemm, KernelConfig, MoeShape  # noqa: TC001 - msgspec reads the annotations
 
 
@@ -17,10 +18,10 @@ class Heard(msgspec.Struct, frozen=True):
     M: int
     trials: tuple[tuple[Gemm, KernelConfig, float], ...]
 
-    def logs(self) -> dict[Trial, float]:
-        """Log-ratios by trial; what is no ratio is left out."""
+    def lags(self) -> dict[KernelConfig, float]:
+        """The lag of each config, as an own search would see it; what is no ratio is left out."""
         usable = ((gemm, config, ratio) for gemm, config, ratio in self.trials if 0 < ratio < math.inf)
-        return {Trial(gemm, config): math.log(ratio) for gemm, config, ratio in usable}
+        return lags({Trial(gemm, config): SHARE[gemm] * ratio for gemm, config, ratio in usable})
 
 
 class Hearsay(msgspec.Struct, frozen=True):

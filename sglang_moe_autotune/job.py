@@ -68,6 +68,9 @@ class Outcome(msgspec.Struct, frozen=True):
         """For the record. ``before``: of the pair this job was measured against, whose gain comes on top."""
         gain, low, high = self.estimate
         baseline_us, samples = self.baseline_us, self.samples
+        if before is not None and self.estimate == _NO_GAIN:  # the pair stays, and with it what is known of it
+            samples = before.samples + max(1, samples)  # of two records the store keeps the one with more
+            return msgspec.structs.replace(before, samples=samples, measured=self.measured, gpu_s=gpu_s)
         if before is not None:
             baseline_us, samples = before.baseline_us or baseline_us, samples + before.samples
             gain, low, high = (
@@ -104,6 +107,7 @@ class Job:
         clock: Callable[[], float],
         *,
         allowance: int,
+        quick: bool = False,
     ) -> None:
         self.shape, self.M, self.baseline = shape, M, baseline
         self.phase: Phase = "preparing"
@@ -113,7 +117,7 @@ class Job:
         """pairs that were faster and were not taken, with the reason"""
         self._bench, self._experience, self._prior = bench, experience, prior
         self._options, self._clock = options, clock
-        self._allowance = allowance
+        self._allowance, self._quick = allowance, quick
         self._tried, self._why = False, ""
 
     def steps(self) -> Steps:
@@ -132,15 +136,16 @@ class Job:
             self._prior,
             self._options.search,
             allowance=self._allowance,
+            quick=self._quick,
         )
         self.phase = "searching"
         yield from self._race(search)
         if self._tried and not search.measured:
-            raise Declined(f"none of its candidates could be measured; {self._why or 'all measurements were dirty'}")
+            raise Declined(f"none of its candidates could be measured; {self._why}")
         self.outcome = Outcome(self.baseline, _NO_GAIN, search.baseline_us, 0, search.measured)
-        for pair, _ in search.ranked(self._options.pairs):
-            if pair == self.baseline:
-                break
+        for pair, relative in search.ranked(self._options.pairs):
+            if pair == self.baseline or relative > 1 - self._options.min_gain / 2:
+                break  # a test of what does not even look faster would cost most of all and end in a tie
             if (yield from self._judge(pair, search.measured)):
                 break
 
@@ -151,6 +156,7 @@ class Job:
         while True:
             wanted = search.ask()
             if search.done:
+                yield "worked"
                 return
             self._tried = self._tried or bool(wanted)
             if not wanted:
@@ -169,14 +175,16 @@ class Job:
                         yield "worked"
                         if self._clock() - moved_s > self._options.compile_wait_s:
                             search.drop(trial)
+                            self._why = "their binaries did not come"
                         elif fruitless >= len(waiting):
                             fruitless = 0
                             yield from self._rest()
                         continue
                     fruitless, moved_s = 0, self._clock()
                     if state == "failed":
-                        self._why = self._bench.reason(*trial)
-                        search.fail(trial, self._why)
+                        reason = self._bench.reason(*trial)
+                        self._why = self._why or reason
+                        search.fail(trial, reason)
                         yield "worked"
                         continue
                     ready.add(trial)
@@ -197,6 +205,7 @@ class Job:
                 search.fail(trial, self._bench.reason(*trial))  # it could be loaded and not be launched
             elif dirty >= _DIRTY_LIMIT:
                 search.drop(trial)
+                self._why = "all measurements were dirty"
             yield "worked"
 
     def _rest(self) -> Steps:

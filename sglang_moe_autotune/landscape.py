@@ -85,11 +85,16 @@ class Landscape(msgspec.Struct, frozen=True):
         return up + down
 
     def best(self, M: int) -> tuple[ConfigPair, float]:  # noqa: N803
-        """The fastest pair with one BLOCK_SIZE_M at M, the baseline included, and its up + down."""
-        pair, least = self.baselines[M].pair, self.baselines[M].up_us + self.baselines[M].down_us
-        for tile in {c.BLOCK_SIZE_M for c in self.candidates}:
-            ups = {c: us for c, us in self.up_us[M].items() if tile == c.BLOCK_SIZE_M}
-            downs = {c: us for c, us in self.down_us[M].items() if tile == c.BLOCK_SIZE_M}
+        """The fastest pair with one BLOCK_SIZE_M at M, and its up + down. The baseline's two configs go with those of
+        candidates too, unless keys of their own (USE_TMA, ...) tie them together."""
+        baseline = self.baselines[M]
+        pair, least = baseline.pair, baseline.up_us + baseline.down_us
+        up_us, down_us = self.up_us[M], self.down_us[M]
+        if not (pair.up.extra or pair.down.extra):
+            up_us, down_us = up_us | {pair.up: baseline.up_us}, down_us | {pair.down: baseline.down_us}
+        for tile in sorted({c.BLOCK_SIZE_M for c in self.candidates}):
+            ups = {c: us for c, us in up_us.items() if tile == c.BLOCK_SIZE_M}
+            downs = {c: us for c, us in down_us.items() if tile == c.BLOCK_SIZE_M}
             if ups and downs and (total := min(ups.values()) + min(downs.values())) < least:
                 pair, least = ConfigPair(min(ups, key=ups.__getitem__), min(downs, key=downs.__getitem__)), total
         return pair, least

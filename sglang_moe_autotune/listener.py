@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from triton import knobs
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
 
 class CompileCount:
@@ -24,14 +23,12 @@ class CompileCount:
         self._next = knobs.compilation.listener
         knobs.compilation.listener = self
 
-    @contextmanager
-    def tuning(self) -> Iterator[None]:
+    def __enter__(self) -> None:
         """What is compiled inside is counted as done for tuning."""
         self._tuning = True
-        try:
-            yield
-        finally:
-            self._tuning = False
+
+    def __exit__(self, *_: object) -> None:
+        self._tuning = False
 
     def __call__(self, *, cache_hit: bool, **rest: Any) -> None:
         if not cache_hit:

@@ -7,7 +7,7 @@ import threading
 import time
 from typing import TYPE_CHECKING
 
-from sglang_moe_autotune import releases, status
+from sglang_moe_autotune import deaths, releases, status, store, switch
 
 if TYPE_CHECKING:
     from sglang_moe_autotune.serving import Serving
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("sglang.moe_autotune")
 
 _EVERY_S = 3.0
+_DEATHS_EVERY = 20
 
 
 def start(serving: Serving) -> None:
@@ -23,9 +24,15 @@ def start(serving: Serving) -> None:
 
 
 def _loop(serving: Serving) -> None:
-    told = False
+    told, turns = False, 0
     while True:
         try:
+            if serving.mark is not None:
+                serving.mark.keep()
+            if turns % _DEATHS_EVERY == 0:
+                look_for_deaths(serving)
+            turns += 1
+            follow(serving)
             if serving.root is not None:
                 status.write(serving.root, describe(serving))
             if serving.metrics is not None:
@@ -38,6 +45,27 @@ def _loop(serving: Serving) -> None:
                 logger.exception("MoE autotune could not say how it is; it goes on and tries again.")
             told = True
         time.sleep(_EVERY_S)
+
+
+def follow(serving: Serving) -> None:
+    """Do what the switch in the store's folder says now; a change is logged."""
+    level = switch.read(serving.root)
+    if level != serving.switch.of_file:
+        serving.switch.of_file = level
+        serving.switched()
+        logger.info("MoE autotune: the store's switch says %s; it is %s now.", level, serving.switch.level)
+
+
+def look_for_deaths(serving: Serving) -> None:
+    """Other processes on this environment may have died since the start, and deaths may have been forgotten."""
+    if serving.mark is not None and serving.device is not None:
+        serving.died = deaths.sentence(deaths.read(serving.root, store.file_name(serving.device.environment)))
+
+
+def _needed(serving: Serving, slugs: list[str]) -> dict[str, float]:
+    """Idle seconds that the searches of each queued shape take, by those that ended so far."""
+    found = {slug: serving.idle_time.expected_s(slugs.count(slug)) for slug in dict.fromkeys(slugs)}
+    return {slug: seconds for slug, seconds in found.items() if seconds is not None}
 
 
 def describe(serving: Serving) -> status.LiveStatus:
@@ -61,6 +89,8 @@ def describe(serving: Serving) -> status.LiveStatus:
         mode=serving.settings.mode,
         hooks=serving.hooks(),
         state=serving.state,
+        switch=serving.switch.level,
+        switched_by=serving.switch.by,
         reason=serving.reason,
         epoch=serving.lookup.epoch if peers is None else peers.epoch,
         rank=serving.place.rank,
@@ -73,9 +103,18 @@ def describe(serving: Serving) -> status.LiveStatus:
         gpu_s=tuner.gpu_s if tuner is not None else 0.0,
         gpu_s_last_hour=serving.budget.last_hour_s,
         budget_s=serving.settings.budget_s,
-        idle_s=serving.idle_s,
+        idle_s=serving.idle_time.total_s,
+        deep_idle_s=serving.idle_time.deep_s,
+        idle_windows=serving.idle_time.windows,
+        searches=serving.idle_time.settled,
+        idle_needed_s=_needed(serving, [slug for slug, _ in snapshot.queue] if snapshot is not None else []),
+        pass_p99_us=serving.watch.quantile_us(0.99),
+        pass_longest_us=serving.watch.longest_us,
+        passes_over=serving.watch.broken,
+        pauses=serving.watch.pauses,
         compile=status.CompileCounts(**compiler.counts) if compiler is not None else status.CompileCounts(),
         serving_compiles_for_tuning=serving.compiles.for_tuning,
         quarantine={str(one.candidate): one.reason for one in held.held} if held is not None else {},
         deferred={f"{slug} {M}": reason for (slug, M), reason in snapshot.deferred.items()} if snapshot else {},
+        graphs=serving.recapture.snapshot(),
     )

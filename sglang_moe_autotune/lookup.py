@@ -29,6 +29,12 @@ class CallKey(NamedTuple):
         return self.w1_shape == self.w2_shape or not len(self.w1_shape) == len(self.w2_shape) == 3
 
 
+Call = tuple[tuple[int, int, int], tuple[int, int, int], int, "str | None", "tuple[int, int] | None", bool]
+"""The fields of a ``CallKey`` as the plain tuple that a lookup makes: equal to it, and quicker to make."""
+
+_Answer = tuple[dict[str, int], dict[str, int], int]
+
+
 class Missed(NamedTuple):
     """SGLang's own answer to a call that no learned row answered."""
 
@@ -46,27 +52,38 @@ class Lookup:
 
     def __init__(self) -> None:
         self._table: dict[CallKey, dict[int, ConfigPair]] = {}
+        self._answers: dict[Call, dict[int, _Answer]] = {}
+        """the table as dicts that are copied, since SGLang changes what it is given"""
         self.epoch = 0
-        self.missed: dict[tuple[CallKey, int], int] = {}
+        self.missed: dict[tuple[Call, int], int] = {}
         self.seen: list[Missed] = []
         """first misses of a (call, M) since they were last taken; the tuner takes them at its next idle pass"""
+        self.asked: dict[tuple[Call, int], ConfigPair | None] | None = {}
+        """the last answer to each (call, M), None for a miss: what a graph that is being captured will hold; from the
+        start until it is set to None"""
 
-    def answer(self, key: CallKey, M: int, return_down_config: bool) -> Any | None:  # noqa: N803
+    def answer(self, key: Call, M: int, return_down_config: bool) -> Any | None:  # noqa: N803
         """A fresh answer in SGLang's return shape, or None for a miss."""
-        rows = self._table.get(key)
-        if rows is None or (pair := rows.get(M)) is None:
+        rows = self._answers.get(key)
+        row = rows.get(M) if rows is not None else None
+        if self.asked is not None:
+            self.asked[key, M] = None if row is None else self._table[CallKey(*key)][M]
+        if row is None:
             return None
-        if not return_down_config:
-            return pair.up.to_dict()
-        return pair.up.to_dict(), (pair.down.to_dict(), pair.down.BLOCK_SIZE_M)
+        up, down, block_m = row
+        return (up.copy(), (down.copy(), block_m)) if return_down_config else up.copy()
 
-    def miss(self, key: CallKey, M: int, answer: Any) -> None:  # noqa: N803
-        """Count a call that SGLang answered; the first one of an M keeps the answer as its baseline."""
+    def miss(self, key: Call, M: int, answer: Any) -> None:  # noqa: N803
+        """Count a call that SGLang answered; the first one of an M keeps the answer as its baseline. A call that
+        stands for no layer is not counted."""
         place = (key, M)
-        count = self.missed.get(place, 0)
-        self.missed[place] = count + 1
-        if count == 0:
-            self.seen.append(Missed(key, M, read_answer(answer)))
+        if (count := self.missed.get(place)) is not None:
+            self.missed[place] = count + 1
+            return
+        named = CallKey(*key)
+        if not named.synthetic:
+            self.missed[named, M] = 1
+            self.seen.append(Missed(named, M, read_answer(answer)))
 
     def take_seen(self, most: int) -> list[Missed]:
         """The oldest first misses that were not taken yet, ``most`` of them."""
@@ -78,7 +95,7 @@ class Lookup:
 
     def publish(self, changes: Iterable[tuple[CallKey, int, ConfigPair | None]]) -> None:
         """Swap in a table with these rows set (or taken back, where None)."""
-        table = dict(self._table)
+        table, answers = dict(self._table), dict(self._answers)
         for key, M, pair in changes:  # noqa: N806
             rows = dict(table.get(key, {}))
             if pair is None:
@@ -86,7 +103,10 @@ class Lookup:
             else:
                 rows[M] = pair
             table[key] = rows
-        self._table = table
+            answers[key] = {
+                m: (row.up.to_dict(), row.down.to_dict(), row.down.BLOCK_SIZE_M) for m, row in rows.items()
+            }
+        self._table, self._answers = table, answers
         self.epoch += 1
 
 

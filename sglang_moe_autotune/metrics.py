@@ -50,9 +50,13 @@ METRICS: Final = (
     Metric("budget_seconds", "gauge", (), "GPU time an hour that tuning may use."),
     Metric("idle_seconds_total", "counter", (), "Time without requests of users."),
     Metric("binaries_total", "counter", ("outcome",), "Binaries from the compile process: ready, failed."),
+    Metric("stale_graphs", "gauge", (), "Captured graphs that hold another config than the served one."),
+    Metric("recaptures_total", "counter", ("outcome",), "Captures of a graph: recaptured, failed, withdrawn."),
+    Metric("recapture_seconds", "histogram", (), "Time for which the server stood still for the capture of a graph."),
     Metric("serving_compiles_total", "counter", (), "Kernels that the serving process compiled for tuning: stays 0."),
 )
 
+_RECAPTURE_BUCKETS_S: Final = (0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0, 2.0, 5.0)
 SLICE_BUCKETS_S: Final = (1e-4, 2e-4, 3e-4, 5e-4, 7e-4, 1e-3, 1.5e-3, 2e-3, 3e-3, 5e-3, 1e-2, 5e-2, 0.2, 1.0)
 
 _BREATH_EVERY: Final = 40
@@ -91,6 +95,8 @@ class Metrics:
             if not self._families:
                 self._families = self._register()
             self._update(server_info.describe(serving))
+            self._observe("slice_seconds", self.slices_s)
+            self._observe("recapture_seconds", serving.recapture.new_pauses_s)
         except RuntimeError:
             raise  # a dict that the serving thread changed meanwhile: the caller tries again later
         except Exception:
@@ -112,7 +118,8 @@ class Metrics:
             elif kind == "counter":
                 families[name] = counter(**common)
             else:
-                families[name] = histogram(**common, buckets=SLICE_BUCKETS_S)
+                buckets = _RECAPTURE_BUCKETS_S if name == "recapture_seconds" else SLICE_BUCKETS_S
+                families[name] = histogram(**common, buckets=buckets)
         return families
 
     def _update(self, now: Mapping[str, Any]) -> None:
@@ -141,7 +148,9 @@ class Metrics:
         self._count(now["compiles_for_tuning"], "serving_compiles_total")
         for outcome in ("ready", "failed"):
             self._count(now["compile"].get(outcome, 0), "binaries_total", outcome)
-        self._observe_slices()
+        self._child("stale_graphs").set(len(now["graphs"]["stale"]))
+        for outcome in ("recaptured", "failed", "withdrawn"):
+            self._count(now["graphs"]["outcomes"].get(outcome, 0), "recaptures_total", outcome)
 
     def _pause(self, reason: str) -> None:
         if self._paused and self._paused != reason:
@@ -154,12 +163,12 @@ class Metrics:
         self._child(*place).inc(max(0.0, total - self._counted.get(place, 0.0)))
         self._counted[place] = max(total, self._counted.get(place, 0.0))
 
-    def _observe_slices(self) -> None:
-        histogram = self._child("slice_seconds")
-        for number in range(len(self.slices_s)):
+    def _observe(self, name: str, fresh: collections.deque[float]) -> None:
+        histogram = self._child(name)
+        for number in range(len(fresh)):
             if number % _BREATH_EVERY == _BREATH_EVERY - 1:
                 time.sleep(_BREATH_S)  # else the thread that serves could wait 5 ms for the interpreter
-            histogram.observe(self.slices_s.popleft())
+            histogram.observe(fresh.popleft())
 
     def _child(self, name: str, *own: str) -> Any:
         place = (name, *own)

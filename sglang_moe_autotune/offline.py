@@ -52,6 +52,8 @@ class Outing:
         self._tell, self._stopped, self._clock = tell, stopped, clock
         root = None if order.root is None else Path(order.root)
         self.store = Store.open(root, machine.environment)
+        for record in store_module.relatives(root, machine.environment):
+            machine.prior.learn(record, here=False)
         self.gpu_s = 0.0
         self._told_s = 0.0
         self._begun_s = clock()

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from sglang_moe_autotune import releases
+from sglang_moe_autotune import pace, releases
 from sglang_moe_autotune.checks import Checks
 from sglang_moe_autotune.council import Place, Present
 from sglang_moe_autotune.experience import octaves
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from sglang_moe_autotune.accord import Finding, Key, Proposal
     from sglang_moe_autotune.agenda import Agenda
-    from sglang_moe_autotune.device import Device
+    from sglang_moe_autotune.bench import BenchmarkProvider
     from sglang_moe_autotune.epochs import Table
     from sglang_moe_autotune.lookup import CallKey
     from sglang_moe_autotune.overlay import Overlay
@@ -46,22 +46,26 @@ class Peers:
         place: Place,
         settings: Settings,
         store: Store,
-        device: Device,
+        provider: BenchmarkProvider,
         overlay: Overlay,
         tuner: Tuner,
         agenda: Agenda,
         votes: Votes,
+        adopted: Callable[[CallKey, int, ConfigPair], object],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """adopted: told of each row whose binaries are loaded here and that is served from now on."""
         self.place = place
         self.graphs: Graphs | None = None
         """what captures graphs anew, where that is wanted in service"""
         self._settings, self._store, self._overlay, self._tuner = settings, store, overlay, tuner
-        self._agenda, self._votes, self._source = agenda, votes, device.source
+        self._agenda, self._votes, self._adopted = agenda, votes, adopted
+        assert overlay.source is not None  # noqa: S101 - set with the device that the tuner has
+        self._source = overlay.source
         votes.rank, votes.ranks = place.rank, place.ranks
         min_gain = settings.min_gain_percent / 100
-        self.ranks = Ranks(store, place, device.source, min_gain, self._servable, clock)
-        self.checks = Checks(device.provider, self._found, clock, settings.slice_us)
+        self.ranks = Ranks(store, place, self._source, min_gain, self._servable, clock)
+        self.checks = Checks(provider, self._found, clock, pace.longest_launch_us(settings.slice_us))
         self._wanted: tuple[Key, ...] = ()
         self._wish_at_s, self._near = 0.0, 0
         self._leased: frozenset[Key] | None = None
@@ -71,7 +75,7 @@ class Peers:
         self._off = ""
         self._stale: set[int] = set()
         """M whose rows changed since graphs were captured"""
-        agenda.admits = self.ranks.admits
+        agenda.admits, agenda.sharing = self.ranks.admits, place.ranks
         self._present()
         self.ranks.start()
 
@@ -84,6 +88,7 @@ class Peers:
         """One pass: what others did, then one slice of a check or of the tuner."""
         ranks, agenda = self.ranks, self._agenda
         ranks.idle_at_s = now_s
+        self._say("")
         self._vote(deep_idle=deep_idle)
         if ranks.news or ranks.heard or ranks.table is not self._table:
             self._hear()
@@ -105,6 +110,10 @@ class Peers:
         self._wish_at_s, self._near = 0.0, record.M
         if self.place.ranks == 1 or record.verdict != "faster":
             return False
+        row = self._table.row((record.shape, record.M))
+        if row is not None and row.pair == record.pair:  # a further look found nothing better than what all serve
+            self._store.submit(record=record)
+            return True
         self.ranks.propose(record)
         if record.source == "learned":
             # Until it is decided it is a candidate, also for a server that starts later: raced first, never served.
@@ -126,11 +135,21 @@ class Peers:
         """Close the bench of a check, if one is open."""
         self.checks.abandon()
 
+    def stand_aside(self, reason: str) -> None:
+        """This pass launches nothing: the others are told why, and what they decided is served all the same."""
+        if self.ranks.table is not self._table:
+            self._adopt(self.ranks.table)
+        self._say(reason)
+
     def stop(self, reason: str) -> None:
         """Measure no more; the others are told."""
         self.checks.abandon()
-        self._off = reason
-        self._present()
+        self._say(reason)
+
+    def _say(self, off: str) -> None:
+        if off != self._off:
+            self._off = off
+            self._present()
 
     # -- hearing ---------------------------------------------------------------------------------------------------
 
@@ -142,9 +161,9 @@ class Peers:
                 ranks.decided(record)
             if record.source in ("pinned", "imported", self._source) and self._overlay.bits_hold(record):
                 self._tuner.learn(record)
-        for _ in range(min(_NEWS_AT_ONCE, len(ranks.heard))):
+        if ranks.heard:
             heard = ranks.heard.popleft()
-            self._tuner.experience(heard.shape).hear(heard.M, heard.logs())
+            self._tuner.experience(heard.shape).hear(heard.M, heard.lags())
         if ranks.table is not self._table:
             self._adopt(ranks.table)
         self._wish_at_s = 0.0
@@ -162,6 +181,9 @@ class Peers:
                 self._log(row)
         if changes and self._settings.mode != "restart":
             self._overlay.lookup.publish(changes)
+            for key, M, pair in changes:  # noqa: N806 - the field's name for it
+                if pair is not None:
+                    self._adopted(key, M, pair)
             self._stale |= {M for _, M, _ in changes}
         self._table = table
         self._present()
@@ -211,7 +233,8 @@ class Peers:
         self.ranks.found(finding)
         if self.place.ranks == 1 and finding.outcome == "holds" and self._settings.mode != "restart":
             record = proposal.record
-            self._overlay.lookup.publish([(call_key(record.shape), record.M, record.pair)])
+            self._overlay.lookup.publish([row := (call_key(record.shape), record.M, record.pair)])
+            self._adopted(*row)
             self._log(record)
 
     def _wish(self, now_s: float, *, deep_idle: bool) -> None:

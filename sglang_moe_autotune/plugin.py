@@ -15,12 +15,24 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from sglang_moe_autotune import fit, matrix, server_info
+from sglang_moe_autotune import controls, fit, matrix, server_info
 from sglang_moe_autotune.contract import NEEDED
-from sglang_moe_autotune.lookup import CallKey
 from sglang_moe_autotune.settings import Settings
 from sglang_moe_autotune.source import Source
-from sglang_moe_autotune.targets import BATCH, IDLE, LOAD, LOOKUP, RECEIVE, REQUESTS, SERVER_INFO, TARGETS, HookTarget
+from sglang_moe_autotune.targets import (
+    BATCH,
+    CAPTURE,
+    CAPTURE_BEFORE_0516,
+    CONTROL,
+    IDLE,
+    LOAD,
+    LOOKUP,
+    RECEIVE,
+    REQUESTS,
+    SERVER_INFO,
+    TARGETS,
+    HookTarget,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -46,10 +58,14 @@ class Fence:
             return None
         try:
             return function(*args, **kwargs)
-        except Exception:
-            self.broken = True
-            logger.exception("MoE autotune failed in its %s hook; %s.", self.name, self._consequence)
+        except Exception as error:  # noqa: BLE001 - logged there
+            self.trip(error)
             return None
+
+    def trip(self, error: Exception) -> None:
+        """Stand aside from now on, and log why."""
+        self.broken = True
+        logger.error("MoE autotune failed in its %s hook; %s.", self.name, self._consequence, exc_info=error)
 
 
 _FENCES = {
@@ -59,8 +75,11 @@ _FENCES = {
     LOAD.name: Fence("load", "nothing stored is used and nothing is tuned"),
     REQUESTS.name: Fence("request", "nothing is tuned any more, learned rows stay in use"),
     SERVER_INFO.name: Fence("server info", "/server_info does not show it any more"),
-    RECEIVE.name: Fence("receive", "graphs are not captured anew in service any more"),
+    CAPTURE.name: Fence("capture", "nothing more is tuned before the graphs are captured"),
+    CONTROL.name: Fence("control", "/set_internal_state does not switch it any more, the file does"),
+    RECEIVE.name: Fence("receive", "several ranks capture no graph anew in service any more"),
 }
+_LOOKUP_FENCE = _FENCES[LOOKUP.name]
 
 
 def register() -> None:
@@ -90,10 +109,10 @@ def register() -> None:
 
     for target, (hook, kind) in _HOOKS.items():
         HookRegistry.register(target.path, hook, HookType[kind])
-    if _why_unusable(SERVER_INFO) is None:
-        HookRegistry.register(SERVER_INFO.path, on_server_info, HookType.AFTER)
-    if _why_unusable(RECEIVE) is None:
-        HookRegistry.register(RECEIVE.path, on_receive, HookType.AFTER)
+    for target, (hook, kind) in _OPTIONAL_HOOKS.items():
+        wanted = hook is not on_capture or settings.startup_s > 0
+        if wanted and _why_unusable(target) is None:
+            HookRegistry.register(target.path, hook, HookType[kind])
 
 
 def serving() -> Serving:
@@ -112,23 +131,8 @@ def in_scheduler_process() -> bool:
     return "sglang.srt.managers.scheduler" in sys.modules and multiprocessing.parent_process() is not None
 
 
-def on_lookup(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """AROUND ``try_get_optimal_moe_config``: a learned row, or SGLang's answer and a count."""
-    fence, state = _FENCES[LOOKUP.name], _serving
-    if fence.broken or state is None or not state.overlays:
-        return original(*args, **kwargs)
-    call = fence.call(_read_call, *args, **kwargs)
-    if call is None:
-        return original(*args, **kwargs)
-    answer = fence.call(state.answer, *call)
-    if answer is not None:
-        return answer
-    answer = original(*args, **kwargs)
-    fence.call(state.missed, call[0], call[1], answer)
-    return answer
-
-
-def _read_call(
+def on_lookup(
+    original: Callable[..., Any],
     w1_shape: tuple[int, int, int],
     w2_shape: tuple[int, int, int],
     top_k: int,
@@ -138,12 +142,33 @@ def _read_call(
     block_shape: tuple[int, int] | list[int] | None = None,
     per_channel_quant: bool = False,
     return_down_config: bool = False,
-) -> tuple[CallKey, int, bool] | None:
-    """The call by SGLang's own signature; None for one that stands for no layer of the Triton path."""
-    block = (block_shape[0], block_shape[1]) if block_shape else None
-    # torch.Size is a tuple with an equal hash, so a table keyed by tuples finds it as it is.
-    key = CallKey(w1_shape, w2_shape, top_k, dtype, block, per_channel_quant)
-    return None if is_marlin or key.synthetic else (key, M, return_down_config)
+) -> Any:
+    """AROUND ``try_get_optimal_moe_config``: a learned row, or SGLang's answer and a count.
+
+    Two calls a layer in eager batches: hence SGLang's own arguments, and a fence of two lines in place of calls.
+    """
+    state = _serving
+    if state is not None and (not state.overlays or is_marlin or _LOOKUP_FENCE.broken):
+        state = None
+    if state is not None:
+        try:
+            # torch.Size is a tuple with an equal hash, so a table keyed by tuples finds it as it is.
+            block = (block_shape[0], block_shape[1]) if block_shape else None
+            key = (w1_shape, w2_shape, top_k, dtype, block, per_channel_quant)
+            if (answer := state.answer(key, M, return_down_config)) is not None:
+                return answer
+        except Exception as error:  # noqa: BLE001 - logged there
+            _LOOKUP_FENCE.trip(error)
+            state = None
+    answer = original(
+        w1_shape, w2_shape, top_k, dtype, M, is_marlin, block_shape, per_channel_quant, return_down_config
+    )
+    if state is not None:
+        try:
+            state.missed(key, M, answer)
+        except Exception as error:  # noqa: BLE001 - logged there
+            _LOOKUP_FENCE.trip(error)
+    return answer
 
 
 def on_idle(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:
@@ -196,6 +221,27 @@ def on_server_info(result: Any, _scheduler: Any, *_args: Any, **_kwargs: Any) ->
     if _serving is not None:
         _FENCES[SERVER_INFO.name].call(server_info.add, result, _serving)
 
+
+def on_control(_scheduler: Any, request: Any, *_args: Any, **_kwargs: Any) -> None:
+    """BEFORE ``Scheduler.set_internal_state``: take what is ours out of the request."""
+    if _serving is not None:
+        _FENCES[CONTROL.name].call(controls.take, request, _serving)
+
+
+def on_capture(model_runner: Any, *_args: Any, **_kwargs: Any) -> None:
+    """BEFORE the graphs of a model are captured: the window that ``startup_s`` opens."""
+    if _serving is not None:
+        _FENCES[CAPTURE.name].call(_serving.before_capture, model_runner)
+
+
+_OPTIONAL_HOOKS: dict[HookTarget, tuple[Callable[..., Any], str]] = {
+    SERVER_INFO: (on_server_info, "AFTER"),
+    CONTROL: (on_control, "BEFORE"),
+    CAPTURE: (on_capture, "BEFORE"),
+    CAPTURE_BEFORE_0516: (on_capture, "BEFORE"),
+    RECEIVE: (on_receive, "AFTER"),
+}
+"""as ``_HOOKS``; these are left out where the target is gone"""
 
 _HOOKS: dict[HookTarget, tuple[Callable[..., Any], str]] = {
     LOOKUP: (on_lookup, "AROUND"),

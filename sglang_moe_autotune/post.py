@@ -35,7 +35,7 @@ class Post(msgspec.Struct, frozen=True, kw_only=True):
     proposals: tuple[Proposal, ...] = ()
     findings: tuple[Finding, ...] = ()
     off: str = ""
-    """why it measures no more"""
+    """why it measures nothing now"""
     ballot: Ballot | None = None
     vote: int = 0
     """the number of the ballot that it is ready for; 0: none"""

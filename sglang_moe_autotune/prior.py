@@ -1,7 +1,7 @@
-"""The prior: winners in the config files of the installed SGLang, and the order in which they suggest to try.
+"""The prior: winners in the config files of the installed SGLang and in our own records, and what they suggest to try.
 
-A file tuned for another shape, GPU or Triton still says which tiles are worth a compile at about this M.
-Nothing is read before the first question, and then only the files of the asked dtype class.
+A config tuned for another shape, GPU or Triton still says which tiles are worth a compile at about this M. No file is
+read before the first question, and then only the files of the asked dtype class.
 """
 
 from __future__ import annotations
@@ -17,12 +17,14 @@ import msgspec
 
 from sglang_moe_autotune import regimes
 from sglang_moe_autotune.search_space import AXES, filled, neighbours
-from sglang_moe_autotune.shapes import Gemm, KernelConfig, MoeShape
+from sglang_moe_autotune.shapes import GEMMS, Gemm, KernelConfig, MoeShape
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
     from collections.abc import Set as AbstractSet
     from pathlib import Path
+
+    from sglang_moe_autotune.records import Record
 
 logger = logging.getLogger("sglang.moe_autotune")
 
@@ -49,6 +51,10 @@ _OTHER_FAMILY: Final = 0.3
 _OTHER_VENDOR: Final = 0.05
 _OTHER_GEMM: Final = 0.6
 _SAME_SHAPE: Final = 3.0
+_PER_OCTAVE_OF_K: Final = 0.3
+_PER_OCTAVE_OF_TOP_K: Final = 0.6
+_OWN: Final = 3.0
+"""a record of ours was confirmed by a second test, and says K and top-k; a file's row is a noisy minimum"""
 _NEIGHBOUR: Final = 0.1
 _FARTHEST_OCTAVES: Final = 3.0
 _LEAST_WEIGHT: Final = 0.01
@@ -85,13 +91,23 @@ class _Table:
         self.numbers: dict[KernelConfig, int] = {}
         self.near: dict[int, tuple[int, ...]] = {}
 
+        self.own: dict[tuple[MoeShape, bool], dict[Gemm, dict[int, int]]] = {}
+        """rows that were learned on this GPU, by shape, and whether in this environment"""
+
     def add(self, winners: Winners) -> None:
-        rows = {m: self._number(config) for m, config in winners.rows}
-        for m, config in winners.rows:
-            self.ms.add(m)
-            if rows[m] not in self.near:
-                self.near[rows[m]] = tuple(self._number(step) for step in neighbours(config))
-        self.files.append((winners, rows))
+        self.files.append((winners, {m: self._row(m, config) for m, config in winners.rows}))
+
+    def learn(self, record: Record, *, here: bool) -> None:
+        rows = self.own.setdefault((record.shape, here), {"up": {}, "down": {}})
+        for gemm in GEMMS:
+            rows[gemm][record.M] = self._row(record.M, filled(record.pair.of(gemm)))
+
+    def _row(self, m: int, config: KernelConfig) -> int:
+        number = self._number(config)
+        self.ms.add(m)
+        if number not in self.near:
+            self.near[number] = tuple(self._number(step) for step in neighbours(config))
+        return number
 
     def _number(self, config: KernelConfig) -> int:
         return self.numbers.setdefault(config, len(self.numbers))
@@ -108,23 +124,31 @@ class Prior:
         self._unread: dict[DtypeClass, list[ConfigFile]] = {}
         self._weighed: dict[tuple[MoeShape, Gemm], list[tuple[float, dict[int, int]]]] = {}
 
+    def learn(self, record: Record, *, here: bool) -> None:
+        """Note a winner on this GPU. here: in this environment, and then for other shapes only: the searches of its
+        own know it. Otherwise (an older Triton) for all. What was not measured faster says nothing."""
+        if record.verdict == "faster" and record.source in ("learned", "replayed"):
+            self._table(dtype_class(record.shape)).learn(record, here=here)
+
+    def _table(self, wanted: DtypeClass) -> _Table:
+        return self._tables.setdefault(wanted, _Table())
+
     def load_step(self, shape: MoeShape) -> bool:
         """Read one more file of this shape's dtype class, about 0.3 ms; True when all are read."""
         wanted = dtype_class(shape)
-        if wanted not in self._tables:
-            self._tables[wanted] = _Table()
+        if wanted not in self._unread:
             self._unread[wanted] = [f for f in self._files if f.dtype_class == wanted and f.E > 0 and f.N > 0]
         if unread := self._unread[wanted]:
             file = unread.pop()
             if (winners := read_winners(file, with_down=_key(file) in self._with_down)) is not None:
-                self._tables[wanted].add(winners)
+                self._table(wanted).add(winners)
         return not unread
 
     def load(self, shape: MoeShape) -> int:
         """Read all files of this shape's dtype class, once, for about 0.1 s; the count of rows."""
         while not self.load_step(shape):
             pass
-        return sum(len(rows) for _, rows in self._tables[dtype_class(shape)].files)
+        return sum(len(rows) for _, rows in self._table(dtype_class(shape)).files)
 
     def rank(
         self,
@@ -136,18 +160,24 @@ class Prior:
     ) -> list[KernelConfig]:
         """The ``count`` most promising members of the space; where files support fewer, a built-in order follows."""
         self.load(shape)
-        table = self._tables[dtype_class(shape)]
+        table = self._table(dtype_class(shape))
         configs = list(table.numbers)
         votes = [0.0] * len(configs)
         near = [(m, far) for m in table.ms if (far := abs(math.log2(m / M))) <= _FARTHEST_OCTAVES]
         fades = [(m, math.exp(-_PER_OCTAVE_OF_M * far)) for m, far in near]
-        for weight, rows in self._weigh(table, shape, gemm):
+        own = (
+            (_own_weight(other, shape), rows[gemm])
+            for (other, here), rows in table.own.items()
+            if not (here and other == shape)
+        )
+        for weight, rows in chain(self._weigh(table, shape, gemm), own):
             for m, fade in fades:
                 if (number := rows.get(m)) is not None:
                     votes[number] += weight * fade
         smooth = list(votes)
+        least = _LEAST_WEIGHT * max(votes, default=0.0)
         for number, vote in enumerate(votes):
-            if vote:
+            if vote > least:
                 rub_off = vote * _NEIGHBOUR
                 for step in table.near[number]:
                     smooth[step] += rub_off
@@ -212,6 +242,17 @@ def read_winners(file: ConfigFile, *, with_down: bool) -> Winners | None:
 def dtype_class(shape: MoeShape) -> DtypeClass:
     """The class whose winners carry over to this shape."""
     return (shape.dtype, bool(shape.block_shape and all(shape.block_shape)), shape.per_channel_quant)
+
+
+def _own_weight(other: MoeShape, shape: MoeShape) -> float:
+    fades = (
+        (_PER_OCTAVE_OF_E, other.E, shape.E),
+        (_PER_OCTAVE_OF_N, other.N, shape.N),
+        (_PER_OCTAVE_OF_K, other.K, shape.K),
+        (_PER_OCTAVE_OF_TOP_K, other.top_k, shape.top_k),
+    )
+    weight = _OWN * math.exp(-sum(fade * abs(math.log2(theirs / ours)) for fade, theirs, ours in fades))
+    return weight * (_SAME_SHAPE if other == shape else 1.0)
 
 
 def _key(file: ConfigFile) -> tuple[str, str]:

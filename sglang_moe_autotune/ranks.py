@@ -12,6 +12,7 @@ import contextlib
 import logging
 import threading
 import time
+import zlib
 from typing import TYPE_CHECKING
 
 from sglang_moe_autotune import accord
@@ -100,12 +101,16 @@ class Ranks:
     # -- the serving thread ----------------------------------------------------------------------------------------
 
     def admits(self, entry: Entry) -> bool:
-        """May the tuner begin this one? What it found itself may be looked at again, unless that is open still."""
+        """May the tuner begin this one? What it found itself may be looked at again, unless that is open still; of
+        what earlier processes found each rank goes on with a part."""
         if entry.record is not None:
-            return entry.key not in self._open
+            return entry.key not in self._open and (not entry.inherited or self._has_part(entry.key))
         if len(self._open) >= _MAX_OPEN:
             return False
         return self._leases is None or entry.key in self.leased
+
+    def _has_part(self, key: Key) -> bool:
+        return zlib.crc32(f"{key[0].slug} {key[1]}".encode()) % self.place.ranks == self.place.rank
 
     def propose(self, record: Record) -> None:
         """A row that this rank found, measured against what the ranks serve at its M."""
@@ -220,7 +225,8 @@ class Ranks:
         leases.touch()
         idle = self._clock() - self.idle_at_s < _IDLE_S
         wanted = self.wanted if idle else ()
-        proposed = () if self._council is None else self._council.proposals.values()
+        # Who stands aside may do so for days.
+        proposed = () if self._council is None or self.present.off else self._council.proposals.values()
         ended = leases.held - set(wanted) - {proposal.key for proposal in proposed}
         # Whoever takes it next must find its record; a disk that takes long keeps it for another turn.
         if ended and (self.store.state != "disk" or self.store.flush(_FLUSH_S)):
@@ -229,6 +235,7 @@ class Ranks:
         # The last few are shared out one by one, so that no rank sits on two while another has none.
         ahead = _AHEAD if len(wanted) > _AHEAD * self.place.ranks else 1
         taken, elsewhere = len(leases.held.intersection(wanted)), set()
+        before = set(leases.held)
         for key in wanted:
             if taken >= ahead:
                 break
@@ -239,7 +246,15 @@ class Ranks:
                     leases.held.add(key)  # no place for leases: they save work, and nothing rests on them
                 if key not in leases.held:
                     elsewhere.add(key)
-        if leases.held != self.leased:
-            self.leased = frozenset(leases.held)
+        leased = leases.held - self._settled_elsewhere(leases.held - before)
+        if leased != self.leased:
+            self.leased = frozenset(leased)
         if elsewhere != self.elsewhere:
             self.elsewhere = frozenset(elsewhere)
+
+    def _settled_elsewhere(self, fresh: set[Key]) -> set[Key]:
+        """Of fresh leases those whose last owner left a record that was not read yet: the next turn does."""
+        if fresh and self.store.state == "disk":
+            self.store.refresh(_FLUSH_S)
+        records = self.store.contents.records
+        return {key for key in fresh if records.get(key) is not self._known.get(key)}

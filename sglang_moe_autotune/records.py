@@ -52,6 +52,8 @@ class Evidence(msgspec.Struct, frozen=True, gc=False):
     """largest |out - baseline_out| / (|baseline_out| + rms of its row) over the comparisons made, 0 only where all bits
     were the same; None for baseline"""
     tolerance: float | None = None
+    looks: int = 0
+    """searches that this M had: after less than three a restarted server goes on with the next; 0: not said"""
 
 
 class Record(msgspec.Struct, frozen=True, gc=False):

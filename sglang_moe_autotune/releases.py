@@ -201,6 +201,11 @@ def place(scheduler: Any) -> tuple[int, int]:
     return int((state if state is not None else scheduler).tp_rank), size
 
 
+def ranks(server_args: Any) -> int:
+    """How many ranks share the model."""
+    return max(1, *(setting(server_args, name) or 1 for name in ("tp_size", "pp_size", "dp_size", "ep_size")))
+
+
 _SPREAD = (
     ("nnodes", "several nodes: that their ranks agree was not shown"),
     ("pp_size", "pipeline parallelism: each stage waits for the one before it, so slices would add up"),
@@ -252,6 +257,23 @@ def why_not_now(scheduler: Any) -> str:
     return ""
 
 
+def capturing() -> bool:
+    """Is the current stream being captured? Then whatever is launched would become part of a graph."""
+    import torch  # noqa: PLC0415 - imported by SGLang long before
+
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
+def request_sockets(scheduler: Any) -> tuple[Any, ...]:
+    """The ZeroMQ sockets that this rank receives requests by. They are the scheduler's own attributes in 0.5.11; ranks
+    that receive by broadcast have None, SGLang's test runtime a proxy, and the Rust server (0.5.20 on) uses none."""
+    if getattr(scheduler, "rust_server", None) is not None:
+        return ()
+    channels = getattr(scheduler, "ipc_channels", scheduler)
+    found = (getattr(channels, name, None) for name in ("recv_from_tokenizer", "recv_from_rpc"))
+    return tuple(s for s in found if type(s).__module__.startswith("zmq."))
+
+
 def disturbs(requests: Any) -> bool:
     """May one of the received requests pause the engine, or move weights, caches, experts or adapters?"""
     return any(type(request).__name__ not in HARMLESS_REQUESTS for request in requests)
@@ -287,6 +309,21 @@ def batch_tokens(scheduler: Any, batch: Any) -> tuple[BatchKind, int] | None:
 def _drafts(scheduler: Any) -> int:
     """Tokens that a decode step runs for each request: more than one where drafts are verified."""
     return setting(scheduler.server_args, "speculative_num_draft_tokens") or 1
+
+
+def sizes_to_capture(model_runner: Any) -> dict[BatchKind, list[int]]:
+    """Tokens of the graphs that will be captured, by kind. SGLang leaves sizes out that its pools do not hold, and adds
+    the pool's own: these cost a search, or miss one."""
+    args = model_runner.server_args
+    config = config_module()
+    graphs = config.get_exec().graph.cuda_graph_config if hasattr(config, "get_exec") else args
+    graphs = getattr(graphs, "cuda_graph_config", graphs)
+    drafts = setting(args, "speculative_num_draft_tokens") or 1
+    if hasattr(graphs, "decode"):  # 0.5.16 on
+        found = graphs.decode.bs, graphs.prefill.bs
+    else:
+        found = setting(graphs, "cuda_graph_bs"), setting(graphs, "piecewise_cuda_graph_tokens")
+    return {"decode": sorted(bs * drafts for bs in found[0] or ()), "prefill": sorted(found[1] or ())}
 
 
 def captured_sizes(scheduler: Any) -> Mapping[BatchKind, Sequence[int]]:

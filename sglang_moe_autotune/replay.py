@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import math
 import random
 from typing import TYPE_CHECKING, Final
 
+from sglang_moe_autotune import noise
 from sglang_moe_autotune.bench import COMPARE_CASES, COMPARE_RUNS, Bench, Comparison, Readiness, Sample
 from sglang_moe_autotune.shapes import GEMMS, ConfigPair, Gemm, KernelConfig, MoeShape
 
@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from sglang_moe_autotune.landscape import Landscape
+    from sglang_moe_autotune.noise import NoiseModel
 
 SLICE_US: Final = 500.0
 
@@ -20,9 +21,9 @@ SLICE_US: Final = 500.0
 class ReplayProvider:
     """Opens benches on a landscape. Deterministic for a seed and a sequence of calls.
 
-    noise_percent: the standard deviation of one launch. compile_s: of one config, one after the other; without it
-    a binary is ready when it was asked for ``polls`` times. clock: real time for demonstrations; without one, time
-    is virtual: it moves by the simulated launches and by ``wait``.
+    noise_percent: the standard deviation of one launch. noise_model: what else a device adds. compile_s: of one
+    config, one after the other; without it a binary is ready when it was asked for ``polls`` times. clock: real time
+    for demonstrations; without one, time is virtual: it moves by the simulated launches and by ``wait``.
     """
 
     def __init__(
@@ -31,18 +32,18 @@ class ReplayProvider:
         seed: int = 0,
         noise_percent: float = 2.0,
         *,
+        noise_model: NoiseModel = "launch",
         compile_s: float = 0.0,
         polls: int = 2,
         clock: Callable[[], float] | None = None,
     ) -> None:
         self.landscape = landscape
-        self.noise = noise_percent / 100
         self.polls, self.compile_s = polls, compile_s
         self.gpu_s = 0.0
         """of all benches, every simulated launch counted"""
         self.compiled: dict[KernelConfig, None] = {}
         """configs whose binaries were asked for and exist"""
-        self.random = random.Random(seed)  # noqa: S311 - noise, not secrets
+        self.noise = noise.make(noise_model, noise_percent / 100, random.Random(seed))  # noqa: S311 - no secrets
         self._clock = clock
         self._waited_s = 0.0
         self._asked: dict[tuple[Gemm, KernelConfig], int] = {}
@@ -111,7 +112,7 @@ class ReplayBench:
             self._spend(ours_us)
             return []
         fitting = max(1, min(count, int(SLICE_US / (ours_us + theirs_us))))
-        samples = [Sample(self._noisy(ours_us), self._noisy(theirs_us)) for _ in range(fitting)]
+        samples = self._provider.noise.slice(ours_us, theirs_us, fitting)
         self._spend(sum(map(sum, samples)))
         return samples
 
@@ -142,9 +143,6 @@ class ReplayBench:
         if us is None:
             raise ValueError(f"{config} was launched and is not in the recording; only ready configs may be measured")
         return us
-
-    def _noisy(self, us: float) -> float:
-        return us * math.exp(self._provider.random.gauss(0.0, self._provider.noise))
 
     def _spend(self, us: float) -> None:
         self._spent_us += us

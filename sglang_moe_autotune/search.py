@@ -11,12 +11,16 @@ from __future__ import annotations
 import math
 import zlib
 from itertools import zip_longest
+from operator import itemgetter
 from statistics import median
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import msgspec
 
-from sglang_moe_autotune.experience import Experience, Measurement, Trial, octaves
+from sglang_moe_autotune.experience import Experience, Trial
+from sglang_moe_autotune.lags import OTHER, SHARE, lags, least_by_tile
+from sglang_moe_autotune.lags import best as best_of
+from sglang_moe_autotune.measurement import Measurement
 from sglang_moe_autotune.search_space import AXES, filled, neighbours
 from sglang_moe_autotune.shapes import GEMMS, ConfigPair, Gemm, KernelConfig, MoeShape
 
@@ -31,8 +35,12 @@ class SearchOptions(msgspec.Struct, frozen=True):
 
     compiled_per_shape: int = 80
     """distinct configs of a shape, over all M: compiles are the cost that users feel"""
+    first_configs: int = 20
+    """of them: with these all M of the shape shall have a first answer"""
+    looks: int = 6
+    """searches of an M at most"""
     patience: int = 2
-    """rounds of neighbours without progress after which a search ends"""
+    """rounds of neighbours without progress after which a search ends, and searches of an M after which it has all"""
     progress: float = 0.003
     """what counts as progress, as a fraction of the best pair's time"""
     leaders: int = 3
@@ -49,12 +57,12 @@ class SearchOptions(msgspec.Struct, frozen=True):
     """the order in which equals are tried"""
     tie: float = 0.002
     """a config that no other M uses must be better than one in use by this fraction of its time"""
+    few_winners: int = 4
+    """with each config in use beyond these the tie grows by half"""
 
 
 _PRIOR_SIGMA: Final = 0.03  # of one paired sample, until enough were seen to tell
-_HOPELESS: Final = math.log(1.35)  # lag at a neighbouring M beyond which a config is not measured at this one
 _PER_RANK: Final = 0.0005  # what a place in the prior's order is worth, in log time
-_OTHER: Final[dict[Gemm, Gemm]] = {"up": "down", "down": "up"}
 
 
 class Ranked(NamedTuple):
@@ -77,8 +85,10 @@ class Search:
         options: SearchOptions | None = None,
         *,
         allowance: int,
+        quick: bool = False,
     ) -> None:
-        """allowance: new configs that this search may compile; twice that while it makes progress."""
+        """allowance: new configs that this search may compile. quick: take them from the prior alone, and look at no
+        neighbours."""
         self.shape, self.M, self.baseline = shape, M, baseline
         self.experience = experience
         self.options = options or SearchOptions()
@@ -86,11 +96,11 @@ class Search:
         self._prior = prior
         self._rows = experience.at(M, baseline)
         self._baseline_us = experience.reference_us[M]
-        self._share: dict[Gemm, float] = {"up": 0.6, "down": 0.4}
+        self._share: dict[Gemm, float] = dict(SHARE)
         self._race: dict[Trial, None] = {}
         self._target = 0
         self._promise: dict[KernelConfig, int] = {}
-        self._allowance = allowance
+        self._allowance, self._quick = allowance, quick
         self._left = max(0, self.options.compiled_per_shape - len(experience.ordered))
         self._compiled = 0
         self._plan = self._stages()
@@ -129,19 +139,22 @@ class Search:
 
         Within ``tie`` a config that serves another M goes first: distinct winners cost compiles at every start.
         """
-        costs, winners = self._costs(), self.experience.winners()
+        costs, winners = self._costs(), self.experience.winners(but=self.M)
+        tie = self.options.tie * (1 + max(0, len(winners) - self.options.few_winners) / 2)
         by_tile: dict[int, dict[Gemm, list[KernelConfig]]] = {}
         for trial in sorted(costs, key=costs.__getitem__):
             by_tile.setdefault(trial.config.BLOCK_SIZE_M, {gemm: [] for gemm in GEMMS})[trial.gemm].append(trial.config)
-        pairs = {
-            ConfigPair(up, down) for tile in by_tile.values() for up in tile["up"][:5] for down in tile["down"][:5]
-        }
-        found: dict[Ranked, float] = {Ranked(self.baseline, 1.0): 1.0}
-        for pair in pairs - {self.baseline}:
-            relative = costs[Trial("up", pair.up)] + costs[Trial("down", pair.down)]
-            new = len({pair.up, pair.down} - winners - {self.baseline.up, self.baseline.down})
-            found[Ranked(pair, relative)] = relative * (1 + self.options.tie * new / 2)
-        return sorted(found, key=lambda r: (found[r], str(r.pair)))[:count]
+        free = winners | {self.baseline.up, self.baseline.down}
+        found = [(1.0, Ranked(self.baseline, 1.0))]
+        for tile in by_tile.values():
+            for up in tile["up"][:5]:
+                for down in tile["down"][:5]:
+                    if (pair := ConfigPair(up, down)) != self.baseline:
+                        relative = costs[Trial("up", up)] + costs[Trial("down", down)]
+                        new = len({up, down} - free)
+                        found.append((relative * (1 + tie * new / 2), Ranked(pair, relative)))
+        found.sort(key=itemgetter(0))
+        return [ranked for _, ranked in found[:count]]
 
     @property
     def measured(self) -> int:
@@ -157,26 +170,32 @@ class Search:
 
     def _stages(self) -> Iterator[list[Trial]]:
         orders = []
-        for gemm in GEMMS:
+        for gemm in GEMMS if self._allowance and self._left else ():
             orders.append(self._prior.rank(self.shape, self.M, gemm, self.experience.space))
             yield []
         merged = dict.fromkeys(c for both in zip_longest(*orders) for c in both if c is not None)
         self._promise = {config: place for place, config in enumerate(merged)}
+        yield []
         fresh, best, fruitless = self._field(), math.inf, 0
         while fresh:
+            yield []
             self._enter(fresh)
             for target in self.options.stages:
                 yield self._wanted(target)
                 self._cut()
                 yield []
-            before, best = best, min(best, _best(_least_by_tile(self._costs())))
+            before, best = best, min(best, best_of(least_by_tile(self._costs())))
             fruitless = 0 if best < before * (1 - self.options.progress) else fruitless + 1
-            fresh = self._fresh_neighbours(progress=not fruitless) if fruitless < self.options.patience else []
+            again = not self._quick and fruitless < self.options.patience
+            fresh = self._fresh_neighbours() if again else []
         for target, finalists in zip(self.options.final_stages, self.options.finalists, strict=True):
             self._race = dict.fromkeys(self._finalists(finalists))
+            yield []
             self._cut()
             affordable = self.options.final_s * 1e6 / max(1.0, self.baseline_us * len(self._race))
             yield self._wanted(min(target, max(self.options.stages[-1], int(affordable))))
+        yield []
+        self.experience.conclude(self.M, lags(self._costs()))
 
     def _wanted(self, target: int) -> list[Trial]:
         self._target = target
@@ -193,12 +212,12 @@ class Search:
     def _cut(self) -> None:
         """Drop trials whose best possible pair is slower than the leading pair beyond the uncertainty of both."""
         costs, sigma = self._costs(), self._sigma()
-        least = _least_by_tile(costs)
-        best = _best(least)
+        least = least_by_tile(costs)
+        best = best_of(least)
         for trial in list(self._race):
             if trial in costs:
                 slack = self.options.cut_sigmas * sigma / math.sqrt(len(self._rows[trial].logs))
-                other = least[trial.config.BLOCK_SIZE_M][_OTHER[trial.gemm]]
+                other = least[trial.config.BLOCK_SIZE_M][OTHER[trial.gemm]]
                 if costs[trial] * (1 - slack) + other > best * (1 + slack / 2):
                     del self._race[trial]
 
@@ -220,31 +239,30 @@ class Search:
         field = dict.fromkeys(
             c for m in nearest[:8] if (p := self.experience.chosen.get(m)) for c in (p.up, p.down) if self._may_try(c)
         )
-        reach = _HOPELESS * (1 + (octaves(nearest[0], self.M) if nearest else 0.0) / 2)
-        lags = self.experience.lags(self.M)
-        field |= dict.fromkeys(c for c in self.experience.ordered if lags.get(c, 0.0) < reach and self._may_try(c))
+        known = {trial.config for trial in self._rows}
+        field |= dict.fromkeys(c for c in self.experience.promising(self.M) if self._may_try(c))
+        field |= dict.fromkeys(c for c in known if c in self.experience.ordered and self._may_try(c))
         new = [c for c in self._promise if c not in field and c not in self.experience.ordered and self._may_try(c)]
-        part = math.ceil(self._allowance / (2 if nearest else 1.5))
+        part = self._allowance if self._quick else math.ceil(self._allowance / 2)
         return [*field, *new[: min(part, self._left)]]
 
-    def _fresh_neighbours(self, *, progress: bool) -> list[KernelConfig]:
+    def _fresh_neighbours(self) -> list[KernelConfig]:
         """New configs one step from the leaders, the most promising first, as many as this round may compile."""
-        most = self._allowance * 2 if progress else self._allowance
-        size = min(math.ceil(self._allowance / 4), most - self._compiled, self._left)
+        size = min(max(2, math.ceil(self._allowance / 4)), self._allowance - self._compiled, self._left)
         if size <= 0:
             return []
         costs = self._costs()
-        least = _least_by_tile(costs)
+        least = least_by_tile(costs)
         steps = _Steps(self._rows)
         scores: dict[KernelConfig, float] = {}
         for gemm in GEMMS:
             pair_costs = {
-                t.config: cost + least[t.config.BLOCK_SIZE_M][_OTHER[gemm]]
+                t.config: cost + least[t.config.BLOCK_SIZE_M][OTHER[gemm]]
                 for t, cost in costs.items()
                 if t.gemm == gemm
             }
             for leader in sorted(pair_costs, key=pair_costs.__getitem__)[: self.options.leaders]:
-                for near in neighbours(leader):
+                for near in neighbours(leader, self.experience.axes):
                     if near in self.experience.ordered or near not in self.experience.space or not self._may_try(near):
                         continue
                     place = self._promise.get(near, len(self._promise))
@@ -308,15 +326,3 @@ class _Steps:
 
 def _values(config: KernelConfig) -> tuple[int, ...]:
     return tuple(getattr(filled(config), axis) for axis in AXES)
-
-
-def _best(least: dict[int, dict[Gemm, float]]) -> float:
-    return min([1.0, *(sum(tile.values()) for tile in least.values())])
-
-
-def _least_by_tile(costs: dict[Trial, float]) -> dict[int, dict[Gemm, float]]:
-    least: dict[int, dict[Gemm, float]] = {}
-    for (gemm, config), cost in costs.items():
-        tile = least.setdefault(config.BLOCK_SIZE_M, dict.fromkeys(GEMMS, math.inf))
-        tile[gemm] = min(tile[gemm], cost)
-    return least

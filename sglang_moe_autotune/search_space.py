@@ -1,6 +1,6 @@
 """The search space: which kernel configs may be tried for a shape, and which can not work.
 
-The axes are those of SGLang's offline tuner on CUDA. The baseline usually lies outside of them (its
+The axes are those of SGLang's offline tuner, on CUDA and on ROCm. The baseline usually lies outside of them (the
 heuristic takes a BLOCK_SIZE_K of 32); a search carries it as candidate zero.
 """
 
@@ -9,6 +9,8 @@ from __future__ import annotations
 from functools import lru_cache
 from itertools import product
 from typing import TYPE_CHECKING, Final
+
+import msgspec
 
 from sglang_moe_autotune.shapes import KernelConfig, MoeShape
 
@@ -23,6 +25,15 @@ AXES: Final[dict[str, tuple[int, ...]]] = {
     "num_warps": (4, 8),
     "num_stages": (2, 3, 4, 5),
 }
+ROCM_AXES: Final[dict[str, tuple[int, ...]]] = {
+    "BLOCK_SIZE_M": (32, 64, 128, 256),
+    "BLOCK_SIZE_N": (16, 32, 64, 128, 256),
+    "BLOCK_SIZE_K": (32, 64, 128, 256),
+    "GROUP_SIZE_M": (1, 4, 8, 16, 32),
+    "num_warps": (1, 2, 4, 8),
+    "num_stages": (2,),
+}
+"""SGLang's tuner writes ``waves_per_eu`` 0 beside them, which is what Triton takes where a config is silent."""
 TRITON_WARPS: Final = 4
 TRITON_STAGES: Final = 3
 """What Triton takes where a config leaves them out."""
@@ -32,9 +43,9 @@ _WEIGHT_ONLY = {"int4_w4a16": 2, "int8_w8a16": 1}  # weights in one byte of the 
 
 
 @lru_cache
-def full_space() -> tuple[KernelConfig, ...]:
-    """All 1,920 configs of the axes, small tiles first."""
-    return tuple(tiles(*values) for values in product(*AXES.values()))
+def full_space(*, rocm: bool = False) -> tuple[KernelConfig, ...]:
+    """All configs of the axes, 1,920 on CUDA and 1,600 on ROCm, small tiles first."""
+    return tuple(tiles(*values) for values in product(*(ROCM_AXES if rocm else AXES).values()))
 
 
 def illegal(config: KernelConfig, shape: MoeShape) -> str | None:
@@ -57,6 +68,18 @@ def illegal(config: KernelConfig, shape: MoeShape) -> str | None:
     return None
 
 
+def out_of_range(shape: MoeShape, M: int) -> str | None:  # noqa: N803
+    """Why a launch at M would read or write at wrong addresses under any config, in words; None where it would not.
+
+    The kernel for weight-only layers counts rows in 32 bits: a row's number times its length must stay below 2^31.
+    That of all others counts in 64.
+    """
+    longest = max(shape.w1_shape[1], shape.K)
+    if shape.dtype in _WEIGHT_ONLY and M * shape.top_k * longest >= 1 << 31:
+        return f"{M} tokens x top-{shape.top_k} x {longest} columns exceed the 32-bit offsets of its kernel"
+    return None
+
+
 def shared_memory_bytes(config: KernelConfig, shape: MoeShape, *, all_stages: bool = False) -> int:
     """The least shared memory that this config can need, in bytes: one tile of A and of B a stage in flight.
 
@@ -74,26 +97,51 @@ def shared_memory_bytes(config: KernelConfig, shape: MoeShape, *, all_stages: bo
     return tile * max(1, stages if all_stages else stages - 1)
 
 
-def legal_space(shape: MoeShape, limit_bytes: int | None = None) -> tuple[KernelConfig, ...]:
+def legal_space(shape: MoeShape, limit_bytes: int | None = None, *, rocm: bool = False) -> tuple[KernelConfig, ...]:
     """The configs of the full space that may be tried; empty where no tile fits the shape's blocks.
 
     limit_bytes: the opt-in shared memory of a block; configs that exceed it even by the lower bound are left out.
     """
     return tuple(
         config
-        for config in full_space()
+        for config in full_space(rocm=rocm)
         if illegal(config, shape) is None
-        and (limit_bytes is None or shared_memory_bytes(config, shape) <= limit_bytes)
+        and (limit_bytes is None or shared_memory_bytes(config, shape, all_stages=rocm) <= limit_bytes)
     )
 
 
-def neighbours(config: KernelConfig) -> Iterator[KernelConfig]:
-    """Configs one step away on one axis; any group size is one step from any other.
+def fitted(config: KernelConfig, shape: MoeShape, limit_bytes: int, *, rocm: bool = False) -> KernelConfig | None:
+    """The config, or one like it that needs less shared memory: fewer stages first, then a smaller N, K and M.
+
+    None where nothing like it fits or would be legal. By the lower bound; the compiled binary states the true need.
+    """
+
+    def fits(candidate: KernelConfig) -> bool:
+        return shared_memory_bytes(candidate, shape, all_stages=rocm) <= limit_bytes
+
+    config = _with(config, num_stages=filled(config).num_stages) if not fits(config) else config
+    while not fits(config) and (config.num_stages or TRITON_STAGES) > (1 if rocm else 2):
+        config = _with(config, num_stages=(config.num_stages or TRITON_STAGES) - 1)
+    for axis, least in (("BLOCK_SIZE_N", 32), ("BLOCK_SIZE_K", 32), ("BLOCK_SIZE_M", 16)):
+        while not fits(config) and getattr(config, axis) > least:
+            smaller = _with(config, **{axis: getattr(config, axis) // 2})
+            if illegal(smaller, shape) is not None:
+                break
+            config = smaller
+    return config if fits(config) and illegal(config, shape) is None else None
+
+
+def _with(config: KernelConfig, **values: int | None) -> KernelConfig:
+    return msgspec.structs.replace(config, **values)
+
+
+def neighbours(config: KernelConfig, axes: dict[str, tuple[int, ...]] = AXES) -> Iterator[KernelConfig]:
+    """Configs one step away on one of the axes; any group size is one step from any other.
 
     From a value off the axis (the baseline's) the steps are the nearest ones on either side.
     """
-    here = tuple(int(getattr(filled(config), axis)) for axis in AXES)
-    for n, (axis, values) in enumerate(AXES.items()):
+    here = tuple(int(getattr(filled(config), axis)) for axis in axes)
+    for n, (axis, values) in enumerate(axes.items()):
         lower, higher = [v for v in values if v < here[n]], [v for v in values if v > here[n]]
         steps = lower + higher if axis == "GROUP_SIZE_M" else lower[-1:] + higher[:1]
         for value in steps:

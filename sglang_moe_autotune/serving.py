@@ -7,48 +7,46 @@ import os
 import time
 from typing import TYPE_CHECKING, Any
 
-from sglang_moe_autotune import __version__, live, metrics, releases
+from sglang_moe_autotune import __version__, absence, deaths, live, metrics, releases, startup, switch
 from sglang_moe_autotune.agenda import Agenda
 from sglang_moe_autotune.budget import Budget
 from sglang_moe_autotune.council import Place
-from sglang_moe_autotune.device import open_device
+from sglang_moe_autotune.device import make_tuner, open_device
+from sglang_moe_autotune.doorbell import Doorbell
+from sglang_moe_autotune.harvest import Harvest
 from sglang_moe_autotune.heat import Heat
-from sglang_moe_autotune.layers import call_key, find_layers
+from sglang_moe_autotune.idle_time import IdleTime
+from sglang_moe_autotune.intake import Intake
+from sglang_moe_autotune.layers import find_layers
 from sglang_moe_autotune.listener import CompileCount
+from sglang_moe_autotune.marked import MarkedProvider
 from sglang_moe_autotune.overlay import Overlay
+from sglang_moe_autotune.passes import Passes
 from sglang_moe_autotune.peers import Peers
-from sglang_moe_autotune.prior import Prior, find_files
+from sglang_moe_autotune.post import server_name
+from sglang_moe_autotune.recapture import Recapture
 from sglang_moe_autotune.settings import Settings, cache_root
-from sglang_moe_autotune.shape_notes import ShapeNotes
-from sglang_moe_autotune.store import Store
-from sglang_moe_autotune.trials import TrialLog
-from sglang_moe_autotune.tuner import Step, Tried, Tuner, TunerOptions
+from sglang_moe_autotune.store import Store, file_name, relatives
+from sglang_moe_autotune.switch import Switch
 from sglang_moe_autotune.votes import Votes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
+    from sglang_moe_autotune.bench import BenchmarkProvider
     from sglang_moe_autotune.device import Device
-    from sglang_moe_autotune.lookup import CallKey, Missed
+    from sglang_moe_autotune.lookup import Call
     from sglang_moe_autotune.metrics import Metrics
-    from sglang_moe_autotune.records import Origin, Record, ShapeNote
-    from sglang_moe_autotune.shapes import MoeShape
+    from sglang_moe_autotune.records import Record, ShapeNote
     from sglang_moe_autotune.status import State
+    from sglang_moe_autotune.tuner import Step, Tuner
 
 logger = logging.getLogger("sglang.moe_autotune")
 
 _MAX_FAULTS = 5
-_NEWS_AT_ONCE = 8
-_MAX_ADDED = 1024
-"""M that are tuned in one process: a server with many eager sizes meets new ones for months"""
 _LONG_PREFILL = 1024
 _SMALL_SCRATCH_BYTES = 128 << 20
 _STATES: dict[Step, State] = {"worked": "tuning", "waiting": "waiting", "nothing": "idle"}
-_ORIGIN_WORDS: dict[Origin, str] = {
-    "miss": "no config file",
-    "fallback": "a file of another Triton",
-    "exact": "its own file",
-}
 
 
 class Serving:
@@ -59,19 +57,26 @@ class Serving:
         self.hooks = hooks
         self.overlay = Overlay(settings.mode, bit_equal=settings.bit_equal)
         self.lookup = self.overlay.lookup
+        self.recapture = Recapture(settings, self.lookup, lambda: self.overlay.shapes)
         self.heat = Heat()
         self.compiles = CompileCount()
         self.compiles.install()
         self.overlays = True
         """False where SGLang's own answers must stand: then lookups are not even read"""
+        self.switch = Switch()
         self.state: State = "idle"
         self.reason = ""
         self.store: Store | None = None
+        self.harvest: Harvest | None = None
         self.tuner: Tuner | None = None
         self.device: Device | None = None
         self.root = cache_root(settings, os.environ)
         self.since_unix_s = time.time()
-        self.idle_s = 0.0
+        self.passes = Passes(settings.slice_us)
+        self.watch = self.passes.watch
+        self.mark: deaths.Mark | None = None
+        self.died = ""
+        """why nothing is tuned after deaths; from any thread"""
         self.slices = 0
         self.metrics: Metrics | None = None
         self.budget = Budget(settings.budget_s)
@@ -80,22 +85,23 @@ class Serving:
         self.agenda = Agenda()
         self.peers: Peers | None = None
         self._never = ""
+        self._deterministic = False
         self._attached = False
         self._faults = 0
-        self._added = 0
         self._idled = False
         """was the last thing this loop did a pass in deep idle?"""
-        self._notes = ShapeNotes(self._submit_note)
-        self._captured: Any = {}
-        self._trials: TrialLog | None = None
-        self._last_request_s = self._last_idle_s = time.monotonic()
+        self.intake = Intake(self.overlay, self.heat, self.recapture, settings.max_m, self._submit_note)
+        self._startup_done = False
+        self._doorbell: Doorbell | None = None
+        self._last_request_s = time.monotonic()
+        self.idle_time = IdleTime(self._last_request_s)
 
-    def answer(self, key: CallKey, M: int, return_down_config: bool) -> Any | None:  # noqa: N803
+    def answer(self, key: Call, M: int, return_down_config: bool) -> Any | None:  # noqa: N803
         """A learned row; None on a miss or under SGLang's own ``override_config``."""
         answer = self.lookup.answer(key, M, return_down_config)
         return None if answer is not None and releases.overridden() else answer
 
-    def missed(self, key: CallKey, M: int, answer: Any) -> None:  # noqa: N803
+    def missed(self, key: Call, M: int, answer: Any) -> None:  # noqa: N803
         if not releases.overridden():
             self.lookup.miss(key, M, answer)
 
@@ -125,6 +131,10 @@ class Serving:
         message = self.votes.announcement(self.peers.ranks.votes)
         return None if message is None else [releases.announcement(message)]
 
+    def switched(self) -> None:
+        """Follow the switch: at the next lookup and the next idle pass. From any thread."""
+        self.overlays = self.switch.level != "off" and not self._deterministic
+
     def stop(self, reason: str) -> None:
         """Tune no more in this process; learned rows stay in use."""
         if self.state != "off":
@@ -137,7 +147,7 @@ class Serving:
     def loaded(self, model_runner: Any) -> None:
         """After the weights of a model (or of its draft model) are there, before any graph is captured."""
         if releases.deterministic():
-            self.overlays = False
+            self.overlays, self._deterministic = False, True
             self._never = "deterministic inference is on, so SGLang's fixed configs stand"
             logger.info("MoE autotune stands aside: %s.", self._never)
             return
@@ -154,40 +164,59 @@ class Serving:
         now = time.monotonic()
         if not self._attached:
             self._attach(scheduler)
+        if self.recapture.idle(scheduler, now - self._last_request_s, self._let_go, overlays=self.overlays):
+            return True
         if self._never or self.tuner is None:
             return False
-        if reason := releases.why_not_now(scheduler):
+        if reason := self._why_not_now(scheduler, now):
             self._stand_aside(reason)
             return False
         quiet_s = now - self._last_request_s
-        self.idle_s += min(now - self._last_idle_s, 1.0)
-        self._last_idle_s = now
+        deep = quiet_s >= self.settings.deep_idle_s
+        self.idle_time.passed(now, quiet_s, deep=deep, queued=self.state in {"tuning", "waiting"})
         if quiet_s < self.settings.grace_s:
             self.state = "busy"
+            self.passes.requested()
             return False
-        self._idled = quiet_s >= self.settings.deep_idle_s
+        self._idled = deep
+        if self._doorbell is not None and self._doorbell.rung():
+            return False
+        return self._turn(self.tuner, now, deep=deep)
+
+    def _turn(self, tuner: Tuner, now: float, *, deep: bool) -> bool:
+        """At most one slice; True if it did work."""
         began_s = time.perf_counter()
-        if self._take_news(now):
-            self._observe(began_s)
+        if self.intake.step(tuner, now):
+            self._observe(began_s, now, launched=False)
             return True
         if not self.budget.left(now):
             self._stand_aside(f"this hour's {self.settings.budget_s:g} GPU seconds are spent")
             return False
-        before_s = self.tuner.gpu_s
-        result = self._step(deep_idle=quiet_s >= self.settings.deep_idle_s)
-        self.slices += self.tuner.gpu_s > before_s
-        self.budget.spent_until(self.tuner.gpu_s)
+        if releases.capturing():
+            self._stand_aside("graphs are being captured")
+            return False
+        before_s = tuner.gpu_s
+        if self.device is not None:
+            self.passes.begin(self.device.provider)
+        result = self._step(deep_idle=deep)
         self.state, self.reason = _STATES[result], ""
         if result == "worked":
-            self._observe(began_s)
+            launched = tuner.gpu_s > before_s
+            self.slices += launched
+            self.budget.spent_until(tuner.gpu_s)
+            self._observe(began_s, now, launched=launched)
         return result == "worked"
+
+    def _why_not_now(self, scheduler: Any, now: float) -> str:
+        """Why this pass launches nothing: the first reason of the table in docs/limits.md that holds."""
+        return self.switch.why or self.died or self.watch.why_paused(now) or releases.why_not_now(scheduler)
 
     def _step(self, *, deep_idle: bool) -> Step:
         """One step of the tuner. A fault drops its job, and the tuner goes on with another one; after a few in a
         row it is the fence's turn."""
         assert self.tuner is not None  # noqa: S101 - for the type checker
         try:
-            with self.compiles.tuning():
+            with self.compiles:
                 if self.peers is not None:
                     return self.peers.step(time.monotonic(), deep_idle=deep_idle)
                 return self.tuner.step(deep_idle=deep_idle)
@@ -199,10 +228,9 @@ class Serving:
                 logger.exception("MoE autotune put an M off because of a fault in tuning it.")
             return "worked"
 
-    def _observe(self, began_s: float) -> None:
-        """Note how long a pass kept the scheduler: what a request may have waited for."""
-        if self.metrics is not None:
-            self.metrics.slices_s.append(time.perf_counter() - began_s)
+    def _observe(self, began_s: float, now: float, *, launched: bool) -> None:
+        taken_s = time.perf_counter() - began_s
+        self.passes.end(taken_s, now, launched=launched, watched=self.overlay.source != "replayed")
 
     def _scratch_bytes(self) -> int:
         return getattr(self.device.provider, "scratch_bytes", 0) if self.device is not None else 0
@@ -217,43 +245,66 @@ class Serving:
     def start(self, device: Device) -> None:
         """Open the store of the device's environment, publish what it holds, and get ready to tune."""
         self.device, self.overlay.source = device, device.source
-        self.store = Store.open(self.root, device.environment, read_only=self.settings.mode == "read-only")
+        self.switch.of_file = switch.read(self.root)
+        self.switched()
+        self.died = deaths.sentence(deaths.read(self.root, file_name(device.environment)))
+        if self.died:
+            self.state, self.reason = "off", f"read-only: {self.died}"
+            logger.warning("MoE autotune starts read-only: %s.", self.died)
+        self.store = Store.open(self.root, device.environment, read_only=self.read_only)
         self.overlay.publish_stored(self.store.contents)
-        if self.settings.mode != "read-only":
-            options = TunerOptions(
-                min_gain=self.settings.min_gain_percent / 100,
-                slice_us=self.settings.slice_us,
-                seed=self.settings.seed,
-                source=device.source,
-                sglang=releases.version(),
-                driver=releases.driver_version(),
-            )
-            prior = Prior(find_files(releases.shipped_folder()), device.environment.device_name)
-            self._trials = TrialLog(self.root, device.environment)
-            self.tuner = Tuner(
-                *(device.provider, self._learned, prior, options),
-                shared_memory_bytes=device.environment.shared_memory_bytes,
-                tried=self._tried,
-                agenda=self.agenda,
-            )
-            for record in self.store.contents.records.values():
-                # What a recording taught is of no use here, and what is not served is searched again.
-                if record.source in ("pinned", "imported", device.source) and self.overlay.bits_hold(record):
-                    self.tuner.learn(record)
+        self.harvest = Harvest(self.store, self.root, self.settings.mode, self.lookup, self.recapture)
+        if not self.read_only:
+            self.mark = deaths.Mark.open(self.root, file_name(device.environment), server_name(0))
+            self.passes.marked = MarkedProvider(device.provider, self.mark)
+            self.tuner = self.new_tuner(self.passes.marked, self.agenda)
         live.start(self)
+
+    def new_tuner(self, provider: BenchmarkProvider, agenda: Agenda | None = None) -> Tuner:
+        """A tuner that knows what is stored and serves what it learns. agenda: a fresh one."""
+        assert self.device is not None  # noqa: S101 - for the type checker
+        assert self.store is not None  # noqa: S101 - as above
+        assert self.harvest is not None  # noqa: S101 - as above
+        # What is not served is searched again.
+        known = filter(self.overlay.bits_hold, self.store.contents.records.values())
+        seeds = relatives(self.root, self.device.environment)
+        found = self._learned, self.harvest.tried
+        return make_tuner(self.device, provider, self.settings, (known, seeds), found, agenda)
+
+    def before_capture(self, model_runner: Any) -> None:
+        """Once, when all that graphs need is there but the graphs."""
+        if not self._startup_done:
+            self._startup_done = True
+            startup.tune(self, model_runner)
+
+    @property
+    def read_only(self) -> bool:
+        return self.settings.mode == "read-only" or (bool(self.died) and self.tuner is None)
 
     def _attach(self, scheduler: Any) -> None:
         self._attached = True
-        self.place = Place(*releases.place(scheduler), getattr(scheduler.server_args, "port", None) or 0)
+        self.place = Place(*releases.place(scheduler), releases.setting(scheduler.server_args, "port") or 0)
         self._never = self._never or releases.why_never(scheduler.server_args)
         if self._never:
             self.state, self.reason = "off", self._never
             logger.info("MoE autotune tunes nothing in this server: %s.", self._never)
-        elif self.tuner is not None and self.device is not None and self.store is not None:
-            ours = (self.settings, self.store, self.device, self.overlay, self.tuner, self.agenda, self.votes)
-            self.peers = Peers(self.place, *ours)
-        self._captured = releases.captured_sizes(scheduler)
+        else:
+            self._join()
+        self._doorbell = Doorbell(scheduler)
+        self.intake.captured = releases.captured_sizes(scheduler)
+        self.recapture.attach(scheduler, self._doorbell, wanted=self.store is not None)
         self.metrics = metrics.of(scheduler)
+        self.passes.lengths_s = self.metrics.slices_s if self.metrics is not None else None
+
+    def _join(self) -> None:
+        """Take part in what the processes of this server and of this folder share."""
+        if self.store is None or self.harvest is None:
+            return
+        if self.tuner is not None and self.passes.marked is not None:
+            ours = self.settings, self.store, self.passes.marked, self.overlay, self.tuner, self.agenda, self.votes
+            self.peers = self.harvest.peers = Peers(self.place, *ours, self.recapture.adopted)
+        elif self.died and self.place.ranks > 1:
+            absence.tell(self.store, self.place, self.reason)
 
     def _log_start(self) -> None:
         missing = [path for path, there in self.hooks().items() if not there]
@@ -263,8 +314,7 @@ class Serving:
                 *(__version__, ", ".join(missing)),
             )
             return
-        shapes = len(self.overlay.layers.keys)
-        rows = sum(len(rows) for rows in self.lookup.rows().values())
+        shapes, rows = len(self.overlay.layers.keys), sum(len(rows) for rows in self.lookup.rows().values())
         logger.info(
             "MoE autotune %s: hooks in place; shapes on the Triton path: %d; learned rows: %d; mode %s; store %s.",
             *(__version__, shapes, rows, self.settings.mode),
@@ -272,52 +322,11 @@ class Serving:
         )
 
     def _learned(self, record: Record) -> None:
-        """The tuner's sink: keep the record, and serve it where that is allowed."""
-        assert self.store is not None  # noqa: S101 - for the type checker
+        """The tuner's sink."""
+        assert self.harvest is not None  # noqa: S101 - for the type checker
         self._faults = 0
-        if self.peers is not None and self.peers.learned(record):
-            return
-        self.store.submit(record=record)
-        if record.verdict != "faster":
-            return
-        if self.settings.mode != "restart":
-            self.lookup.publish([(call_key(record.shape), record.M, record.pair)])
-        evidence = record.evidence
-        logger.info(
-            "MoE autotune learned %s M=%d: %.1f %% faster (%.1f -> %.1f us, at least %.1f %%), %s instead of %s.",
-            *(record.shape.slug, record.M, 100 * evidence.gain, evidence.baseline_us, evidence.chosen_us),
-            *(100 * evidence.gain_low, record.pair, record.baseline),
-        )
-
-    def _tried(self, shape: MoeShape, M: int, trials: Sequence[Tried]) -> None:  # noqa: N803
-        assert self._trials is not None  # noqa: S101 - for the type checker
-        self._trials.put(shape, M, trials)
-        if self.peers is not None:
-            self.peers.tried(shape, M, trials)
-
-    def _take_news(self, now: float) -> bool:
-        """Misses and heat into the tuner, notes into the store; True if that cost what a slice may cost."""
-        for miss in self.lookup.take_seen(_NEWS_AT_ONCE):
-            self._add(miss)
-        if served := self.heat.take(self._captured):
-            self._notes.count(served)
-            assert self.tuner is not None  # noqa: S101 - for the type checker
-            for shape in self.overlay.shapes:
-                for M, count in served.items():  # noqa: N806
-                    self.tuner.heat(shape, M, count)
-        return self._notes.step(now)
-
-    def _add(self, miss: Missed) -> None:
-        if (shape := self.overlay.shape_of(miss.key)) is None or self.tuner is None:
-            return
-        if shape not in self._notes:
-            words = _ORIGIN_WORDS[self.overlay.origin(shape)]
-            logger.info("MoE autotune recorded %s: SGLang has %s for it.", shape.slug, words)
-            self._notes.begin(shape, self.overlay.origin(shape))
-        small = self.settings.max_m >= miss.M and self._added < _MAX_ADDED
-        if miss.baseline is not None and small and self.overlay.tunable(shape):
-            self._added += 1
-            self.tuner.add(shape, miss.M, miss.baseline)
+        self.idle_time.settled += 1
+        self.harvest.learned(record)
 
     def _submit_note(self, note: ShapeNote) -> None:
         assert self.store is not None  # noqa: S101 - for the type checker
@@ -326,4 +335,6 @@ class Serving:
     def _stand_aside(self, reason: str) -> None:
         if self.reason != reason:
             self._let_go()
+        if self.peers is not None:
+            self.peers.stand_aside(reason)
         self.state, self.reason = "standing aside", reason

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 PREFIX = "SGLANG_MOE_AUTOTUNE_"
 
 Mode = Literal["miss", "all", "read-only", "restart", "off"]
+RecaptureMode = Literal["idle", "restart", "off"]
 
 
 class Setting(NamedTuple):
@@ -37,21 +38,29 @@ NUMBERS = (
     Setting("COMPILE_PROCESSES", "processes", 1, 64, "niced side processes that compile candidates"),
     Setting("MIN_GAIN_PERCENT", "percent", 0, 90, "gain that a config must show before it is served"),
     Setting("MAX_M", "tokens", 1, 1 << 20, "largest M that is tuned"),
+    Setting("STARTUP_S", "seconds", 0, 86400, "time that a start may spend on tuning before its graphs are captured"),
     Setting("SEED", "", 0, (1 << 32) - 1, "seed of the search"),
 )
 """The settings that are numbers, whole where the default is whole."""
 
 _CHOICES = get_args(Mode)
 _SWITCH = {False: "off", True: "on"}
-_NAMES = ("MODE", "DIR", "BIT_EQUAL", *(n.name for n in NUMBERS))
+_RECAPTURE = get_args(RecaptureMode)
+_NAMES = ("MODE", "DIR", "BIT_EQUAL", "RECAPTURE", *(n.name for n in NUMBERS))
+_UNSET = {"DIR": "the usual cache folder", "RECAPTURE": "the default, idle where it was shown and else restart,"}
+"""what is used where a setting has no one default"""
 
 
 class Settings(msgspec.Struct, frozen=True):
-    """All settings with their defaults; units in the names, ``dir`` absolute or None."""
+    """All settings with their defaults; units in the names, ``dir`` absolute or None.
+
+    recapture: None for ``idle`` where that was shown on a GPU, and ``restart`` elsewhere.
+    """
 
     mode: Mode = "miss"
     dir: Path | None = None
     bit_equal: bool = False
+    recapture: RecaptureMode | None = None
     budget_s: float = 600.0
     slice_us: float = 500.0
     grace_s: float = 0.05
@@ -60,6 +69,7 @@ class Settings(msgspec.Struct, frozen=True):
     compile_processes: int = 1
     min_gain_percent: float = 1.0
     max_m: int = 16384
+    startup_s: float = 0.0
     seed: int = 0
 
     @classmethod
@@ -67,7 +77,8 @@ class Settings(msgspec.Struct, frozen=True):
         """The settings, and one sentence for each bad value (whose default is used) or unknown name."""
         values: dict[str, Any] = {}
         warnings = [_unknown(name) for name in sorted(environ) if _is_unknown(name)]
-        for name, parse in (("MODE", _mode), ("DIR", _dir), ("BIT_EQUAL", _switch)):
+        choices = (("MODE", _mode), ("DIR", _dir), ("BIT_EQUAL", _switch), ("RECAPTURE", _recapture))
+        for name, parse in choices:
             if text := environ.get(PREFIX + name, "").strip():
                 _take(values, warnings, name, parse(text))
         for number in NUMBERS:
@@ -93,15 +104,23 @@ def _take(values: dict[str, Any], warnings: list[str], name: str, value: object)
         default = Settings.default(name)
         shown = f"{default:g}" if isinstance(default, (int, float)) else default
         shown = _SWITCH[default] if isinstance(default, bool) else shown
-        used = "the usual cache folder" if shown is None else f"the default {shown}"
+        used = _UNSET[name] if shown is None else f"the default {shown}"
         warnings.append(f"{PREFIX}{name} must be {value.rule}, not {value.text!r}; {used} is used.")
     else:
         values[name.lower()] = value
 
 
 def _mode(text: str) -> str | _Bad:
-    mode = text.lower()  # somebody who writes OFF must not get the default
-    return mode if mode in _CHOICES else _Bad(f"one of {', '.join(_CHOICES)}", text)
+    return _choice(text, _CHOICES)
+
+
+def _recapture(text: str) -> str | _Bad:
+    return _choice(text, _RECAPTURE)
+
+
+def _choice(text: str, choices: tuple[str, ...]) -> str | _Bad:
+    chosen = text.lower()  # somebody who writes OFF must not get the default
+    return chosen if chosen in choices else _Bad(f"one of {', '.join(choices)}", text)
 
 
 def _switch(text: str) -> bool | _Bad:
@@ -135,7 +154,9 @@ def _is_unknown(name: str) -> bool:
 
 
 def _unknown(name: str) -> str:
-    nearest = difflib.get_close_matches(name.removeprefix(PREFIX).upper(), _NAMES, n=1, cutoff=0.0)
+    typed = name.removeprefix(PREFIX).upper()
+    longer = [known for known in _NAMES if typed.startswith(known)]
+    nearest = longer or difflib.get_close_matches(typed, _NAMES, n=1, cutoff=0.0)
     hint = PREFIX + nearest[0] if nearest else PREFIX + _NAMES[0]
     return f"{name} is not a setting and is ignored; the nearest name is {hint}."
 

@@ -7,15 +7,16 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sglang_moe_autotune.prior import Prior, find_files
+from sglang_moe_autotune.prior import ConfigFile, Prior, find_files
 from sglang_moe_autotune.replay import ReplayProvider
 from sglang_moe_autotune.shapes import GEMMS
 from sglang_moe_autotune.tuner import Tuner, TunerOptions
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from sglang_moe_autotune.landscape import Landscape
+    from sglang_moe_autotune.noise import NoiseModel
     from sglang_moe_autotune.records import Record
 
 _CONFIG_FOLDERS = ("srt/layers/moe/moe_runner/triton_utils/configs", "srt/layers/moe/fused_moe_triton/configs")
@@ -29,21 +30,29 @@ def simulate(
     noise_percent: float = 2.0,
     budget_s: float | None = None,
     *,
+    noise_model: NoiseModel = "launch",
     prior: Prior | None = None,
     order: Sequence[int] | None = None,
     options: TunerOptions | None = None,
+    learned: Callable[[Record, ReplayProvider], object] | None = None,
 ) -> dict[str, Any]:
     """Tune every M of the landscape, or as many as ``budget_s`` simulated GPU seconds allow.
 
     Latencies in the result are up + down in microseconds without noise; regret = chosen/best - 1 over pairs with
     one BLOCK_SIZE_M. order: the M, hottest first; as recorded without it. prior: from the installed SGLang's files
-    where there is one.
+    where there is one. learned: told of each record as it is made.
     """
-    provider = ReplayProvider(landscape, seed, noise_percent)
+    provider = ReplayProvider(landscape, seed, noise_percent, noise_model=noise_model)
     records: dict[int, Record] = {}
+
+    def keep(record: Record) -> None:
+        records[record.M] = record
+        if learned is not None:
+            learned(record, provider)
+
     tuner = Tuner(
         provider,
-        lambda record: records.update({record.M: record}),
+        keep,
         prior if prior is not None else installed_prior(landscape.device_name),
         options or TunerOptions(seed=seed, source="replayed"),
         space=lambda _: landscape.candidates,
@@ -65,12 +74,17 @@ def simulate(
 
 def installed_prior(device_name: str) -> Prior:
     """The prior of the SGLang installed here, found without importing it; an empty one without SGLang."""
+    return Prior(installed_files(), device_name)
+
+
+def installed_files() -> tuple[ConfigFile, ...]:
+    """The config files of the SGLang installed here, found without importing it."""
     spec = find_spec("sglang")
     for root in (spec.submodule_search_locations or ()) if spec else ():
         for folder in _CONFIG_FOLDERS:
             if files := find_files(Path(root) / folder):
-                return Prior(files, device_name)
-    return Prior(device_name=device_name)
+                return files
+    return ()
 
 
 def _result(

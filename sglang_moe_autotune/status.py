@@ -51,6 +51,38 @@ class CompileCounts(msgspec.Struct, frozen=True):
     failed: int = 0
 
 
+class GraphCounts(msgspec.Struct, frozen=True):
+    """SGLang's captured graphs, as far as they hold configs; each is named by its kind and size, as ``decode 16``."""
+
+    recapture: str = "off"
+    """``idle``: captured again in deep idle. ``restart``: at the next start, or by hand. ``off``: never here"""
+    reason: str = ""
+    """why not ``idle``, or what cannot be captured again"""
+    captured: int = 0
+    """graphs that can be captured again"""
+    stale: tuple[str, ...] = ()
+    """hold another config than the served one"""
+    put_off: dict[str, str] = {}
+    """stale graph -> why it is not captured again now"""
+    outcomes: dict[str, int] = {}
+    """captures by outcome: recaptured, failed, withdrawn"""
+    pause_ms: dict[str, float] = {}
+    """graph -> how long the server stood still for its last capture"""
+
+    def lines(self) -> list[str]:
+        """For people; nothing where there are no graphs."""
+        if not self.captured:
+            return []
+        outcomes = ", ".join(f"{count} {outcome}" for outcome, count in sorted(self.outcomes.items()))
+        longest = f", longest pause {max(self.pause_ms.values()):.0f} ms" if self.pause_ms else ""
+        when = f"{self.recapture}{f': {self.reason}' if self.reason else ''}"
+        return [
+            (f"{len(self.stale)} of {self.captured} captured graphs hold an older config;"
+            f" {outcomes or 'none captured again'}{longest} (recapture {when})"),
+            *(f"not now: graph {where}: {why}" for where, why in sorted(self.put_off.items())),
+        ]
+
+
 class LiveStatus(msgspec.Struct, frozen=True, kw_only=True):
     """The content of one live file. A shape is named by its slug; counts and seconds are since the start."""
 
@@ -77,6 +109,9 @@ class LiveStatus(msgspec.Struct, frozen=True, kw_only=True):
     """hooked path -> is our hook really in place"""
     state: State = "idle"
     reason: str = ""
+    switch: str = "on"
+    """``off``: rows are not served and nothing is tuned; ``rows``: served, nothing is tuned"""
+    switched_by: str = ""
     epoch: int = 0
     queue: tuple[tuple[str, int], ...] = ()
     """(slug, M) to be tuned, hottest first"""
@@ -90,6 +125,20 @@ class LiveStatus(msgspec.Struct, frozen=True, kw_only=True):
     """GPU seconds an hour that tuning may use; None: no cap"""
     idle_s: float = 0.0
     """time without requests of users"""
+    deep_idle_s: float = 0.0
+    """of it, after enough of it in a row for launches that are longer than a slice"""
+    idle_windows: int = 0
+    searches: int = 0
+    """searches of an M that ended in that time"""
+    idle_needed_s: dict[str, float] = {}
+    """idle time that the queue of each shape needs, by what the searches so far took"""
+    pass_p99_us: float = 0.0
+    """how long passes of tuning keep the scheduler"""
+    pass_longest_us: float = 0.0
+    passes_over: int = 0
+    """passes that took longer than they may"""
+    pauses: int = 0
+    """times that tuning paused itself because of them"""
     compile: CompileCounts = CompileCounts()
     serving_compiles_for_tuning: int = 0
     """kernels that the serving process compiled because of tuning: 0, or a promise is broken"""
@@ -97,6 +146,7 @@ class LiveStatus(msgspec.Struct, frozen=True, kw_only=True):
     """"slug M" -> why it cannot be tuned now"""
     quarantine: dict[str, str] = {}
     """candidate -> why it is never tried"""
+    graphs: GraphCounts = GraphCounts()
 
     @property
     def owner(self) -> Owner:
@@ -268,7 +318,7 @@ class Difference(NamedTuple):
     """(who, value), in the order of the servers"""
 
 
-_COMPARED = ("sglang", "triton", "mode", "epoch", "rows")
+_COMPARED = ("sglang", "triton", "mode", "switch", "epoch", "rows")
 
 
 def differences(servers: tuple[Server, ...]) -> tuple[Difference, ...]:

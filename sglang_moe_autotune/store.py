@@ -90,11 +90,13 @@ class Store:
                 return
         self._change(record, note)
 
-    def refresh(self) -> None:
-        """Take in what others wrote, on the writer's thread, soon. For a caller who saw the file change."""
+    def refresh(self, timeout_s: float = 0.0) -> None:
+        """Take in what others wrote, on the writer's thread: soon, and waited for as long as this."""
         with self._changed:
             if self._writes():
+                tried = self._tried + (2 if self._busy else 1)
                 self._ask()
+                self._changed.wait_for(lambda: self._tried >= tried, timeout_s)
 
     def flush(self, timeout_s: float) -> bool:
         """Wait until everything submitted so far is on disk; False if that failed or took too long."""
@@ -259,6 +261,32 @@ def _listed(path: Path, names: list[str]) -> StoredEnvironment:
     shapes = {shape for shape, _ in contents.records} | set(contents.notes)
     counts = (len(contents.records), len(shapes))
     return StoredEnvironment(path, contents.environment, *counts, unread + broken)
+
+
+def relatives(root: Path | None, environment: Environment, most_files: int = 4) -> list[Record]:
+    """Records of other environments of the same GPU (another Triton, another kernel), the latest files last.
+
+    They seed searches and are never served. What cannot be read is passed over: a seed is worth no warning.
+    """
+    if root is None:
+        return []
+    own, start = file_name(environment), f"{_slug(environment.device_name)}-triton-"
+    try:
+        paths = [p for p in root.iterdir() if p.name.startswith(start) and p.suffix == ".json" and p.name != own]
+        paths = sorted(paths, key=lambda path: path.stat().st_mtime)[-most_files:]
+    except OSError:
+        return []
+    found: list[Record] = []
+    for path in paths:
+        try:
+            contents = read(path)
+        except StoreError as error:
+            logger.debug("no seeds from %s: %s", path, error)
+            continue
+        other = contents.environment
+        if (other.device_name, other.capability) == (environment.device_name, environment.capability):
+            found += contents.records.values()
+    return found
 
 
 def read(path: Path) -> Contents:

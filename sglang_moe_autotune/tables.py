@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from sglang_moe_autotune import matrix
+from sglang_moe_autotune.idle_time import scarce
 from sglang_moe_autotune.status import differences
 from sglang_moe_autotune.summary import GIVEN, title
 
@@ -90,6 +91,8 @@ def server(entry: Server, now_unix_s: float) -> list[RenderableType]:
         head.append(f" {live.current[0]} M={live.current[1]}")
     if live.reason:
         head.append(f" ({live.reason})")
+    elif live.switch != "on":
+        head.append(f" (switched to {live.switch!r} by {live.switched_by})")
     about = (
         live.device_name,
         live.sglang and f"SGLang {live.sglang}",
@@ -104,13 +107,40 @@ def server(entry: Server, now_unix_s: float) -> list[RenderableType]:
         lines += [
             f"{live.rows} learned rows answer (epoch {live.epoch}); {_queue(live)}",
             f"{live.gpu_s_last_hour:.1f}{cap} GPU s in the last hour, {live.gpu_s:.1f} in all",
-            f"{live.slices:,} slices; no user's request for {duration(live.idle_s)}",
+            f"{live.slices:,} slices; {_idle(live)}",
+            *_needs(live),
+            *_passes(live),
             f"binaries: {counts.ordered} ordered, {counts.ready} ready, {counts.failed} failed",
+            *live.graphs.lines(),
             *(f"not now: {where}: {why}" for where, why in sorted(live.deferred.items())),
             *(f"in quarantine: {what}: {why}" for what, why in sorted(live.quarantine.items())),
         ]
     wrong = [Text(what, style="bold red") for what in broken(live)]
     return [head, *(Padding(line, (0, 0, 0, 2), expand=False) for line in (*map(Text, lines), *wrong))]
+
+
+def _idle(live: LiveStatus) -> str:
+    alive_s = live.unix_s - live.since_unix_s
+    return f"idle for {duration(live.idle_s)} of {duration(alive_s)}, deep idle for {duration(live.deep_idle_s)}"
+
+
+def _needs(live: LiveStatus) -> Iterator[str]:
+    """What the idle time sufficed for, what the queue still needs, and what to do where there is none."""
+    if live.searches or live.idle_needed_s:
+        needs = ", ".join(f"{duration(s)} for {slug}" for slug, s in sorted(live.idle_needed_s.items()))
+        yield f"searches ended: {live.searches}" + (f"; idle time still needed: about {needs}" if needs else "")
+    if live.queue and scarce(live.idle_s, live.unix_s - live.since_unix_s):
+        yield "hardly ever idle: learn without a server (the command tune), before the first capture"
+        yield "(SGLANG_MOE_AUTOTUNE_STARTUP_S), or on another replica that shares this store"
+
+
+def _passes(live: LiveStatus) -> Iterator[str]:
+    if live.pass_longest_us:
+        over = f"; {live.passes_over} over their bound, {live.pauses} pauses" if live.passes_over else ""
+        yield (
+            f"passes of tuning: 99 % within {live.pass_p99_us / 1e3:.1f} ms, longest"
+            f" {live.pass_longest_us / 1e3:.1f} ms{over}"
+        )
 
 
 def broken(live: LiveStatus) -> list[str]:

@@ -39,7 +39,11 @@ LOAD = HookTarget("sglang.srt.model_executor.model_runner", "ModelRunner.load_mo
 REQUESTS = HookTarget("sglang.srt.managers.scheduler", "Scheduler.process_input_requests")
 TARGETS = (LOOKUP, IDLE, BATCH, LOAD, REQUESTS)
 SERVER_INFO = HookTarget("sglang.srt.managers.scheduler", "Scheduler.get_internal_state")
-"""Not in ``TARGETS``: without it the server says less, and tunes all the same."""
+CONTROL = HookTarget("sglang.srt.managers.scheduler", "Scheduler.set_internal_state")
+CAPTURE = HookTarget("sglang.srt.model_executor.model_runner", "ModelRunner.init_cuda_graphs")
+CAPTURE_BEFORE_0516 = HookTarget("sglang.srt.model_executor.model_runner", "ModelRunner.init_device_graphs")
 _RECEIVER = "sglang.srt.managers.scheduler_components.request_receiver"
 RECEIVE = HookTarget(_RECEIVER, "SchedulerRequestReceiver._pull_raw_reqs")
-"""Not in ``TARGETS``: without it several ranks never capture graphs anew in service."""
+OPTIONAL = (SERVER_INFO, CONTROL, CAPTURE, CAPTURE_BEFORE_0516, RECEIVE)
+"""Not in ``TARGETS``: without them the server says less, is switched by the file alone, has no window before its graphs
+are captured, puts no vote on them to all ranks, and tunes all the same."""

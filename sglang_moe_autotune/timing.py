@@ -9,6 +9,7 @@ from typing import NamedTuple, TypeVar
 import torch
 
 from sglang_moe_autotune.bench import Sample
+from sglang_moe_autotune.pace import MAX_SPIN_US, pairs_within
 
 _T = TypeVar("_T")
 
@@ -18,7 +19,8 @@ Side = Callable[[int, int], None]
 _SHORT_LAUNCH_US = 60.0
 """Below this a launch can end before the host has made the next one, and the gap would be measured."""
 _LAUNCHES_PER_INTERVAL = 4
-_MAX_SPIN_CYCLES = 4_000_000
+_HOST_US = 8.0
+"""of one launch, before it was seen"""
 
 
 class Planned(NamedTuple):
@@ -81,6 +83,8 @@ class PairTimer:
         self._events: list[torch.cuda.Event] = []
         self._spin_cycles = {True: 200_000, False: 50_000}
         """where launches are short, and where they are not"""
+        self._host_us = _HOST_US
+        """of one launch, as of late"""
         self._turn = self._launched = 0
         """pairs and launches so far: the plan goes on from slice to slice"""
 
@@ -102,7 +106,7 @@ class PairTimer:
         short = min(expected_us[0] if not unknown else expected_us[1], expected_us[1]) < _SHORT_LAUNCH_US
         inner = _LAUNCHES_PER_INTERVAL if short and not unknown else 1
         pair_us = inner * ((0.0 if unknown else expected_us[0]) + expected_us[1])
-        pairs = 1 if unknown else max(1, min(count, int(0.6 * slice_us / max(pair_us, 1.0))))
+        pairs = 1 if unknown else pairs_within(pair_us, 2 * inner * self._host_us, count, slice_us)
         events = self._take_events(2 * pairs + 2)
         plans = []
         for pair in range(pairs):
@@ -127,6 +131,7 @@ class PairTimer:
         last = events[2 * pairs + 1]
         last.synchronize()
         spin_us = events[0].elapsed_time(events[1]) * 1e3
+        self._host_us += 0.2 * (host_us / hidden - self._host_us)
         self._adapt(short, spin_us, host_us)
         device_us = events[0].elapsed_time(last) * 1e3
         launched_us = device_us - spin_us
@@ -147,6 +152,7 @@ class PairTimer:
     def _adapt(self, short: bool, spin_us: float, host_us: float) -> None:
         if spin_us <= 0:
             return
-        wanted = 1.3 * host_us + 20.0
+        wanted = min(MAX_SPIN_US, 1.3 * host_us + 20.0)  # one stall of the host must not make the next slice long
         factor = min(3.0, max(0.5, wanted / spin_us))
-        self._spin_cycles[short] = int(min(_MAX_SPIN_CYCLES, max(1000, self._spin_cycles[short] * factor)))
+        cycles = self._spin_cycles[short]
+        self._spin_cycles[short] = int(min(cycles * MAX_SPIN_US / spin_us, max(1000, cycles * factor)))

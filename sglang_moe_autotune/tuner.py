@@ -9,14 +9,15 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import msgspec
 
-from sglang_moe_autotune.agenda import Agenda, Deferral, Entry, Key
+from sglang_moe_autotune import looks
+from sglang_moe_autotune.agenda import FINISHED_LOOKS, Agenda, Deferral, Entry, Key
 from sglang_moe_autotune.bench import Declined
-from sglang_moe_autotune.experience import Experience, Trial, octaves
+from sglang_moe_autotune.experience import Experience, Trial
 from sglang_moe_autotune.job import Job, JobOptions, Outcome, Phase
 from sglang_moe_autotune.prior import Prior
 from sglang_moe_autotune.records import Record, Source
 from sglang_moe_autotune.search import SearchOptions
-from sglang_moe_autotune.search_space import legal_space
+from sglang_moe_autotune.search_space import legal_space, out_of_range
 from sglang_moe_autotune.shapes import GEMMS
 
 if TYPE_CHECKING:
@@ -44,10 +45,6 @@ class TunerOptions(msgspec.Struct, frozen=True):
     """before a deferred M is tried again; doubles with each time, to an hour at most"""
     max_faults: int = 3
     """exceptions of the bench after which an M is left alone"""
-    looks: int = 4
-    """searches of an M at most; all M have their first one before any has its second"""
-    worth_a_look: int = 8
-    """binaries of the shape that an M did not try for which it is searched again"""
     search: SearchOptions = SearchOptions()
     source: Source = "learned"
     sglang: str = ""
@@ -129,6 +126,7 @@ class Tuner:
         """Take a stored record, or one that another process has just made: its M is not searched again while
         SGLang's answer there is the record's baseline, and its winner races first at other M."""
         key = (record.shape, record.M)
+        self._prior.learn(record, here=True)
         if self._agenda.store(record) and self._current is not None and self._current.key == key:
             self.abandon()
         if (experience := self._experience.get(record.shape)) is not None:
@@ -163,7 +161,7 @@ class Tuner:
     def step(self, deep_idle: bool) -> Step:
         """At most one slice. Exceptions of the bench propagate: its job is dropped, and the tuner stays usable."""
         if not self._may_go_on(deep_idle):
-            return "nothing"
+            return "worked" if self._current is None and self._agenda.asking else "nothing"
         entry, clean = self._current, False
         try:
             result = next(self._steps, None)
@@ -191,7 +189,7 @@ class Tuner:
             now_s = self._clock()
             if self._agenda.resting(now_s, deep_idle=deep_idle):
                 return False
-            self._current = self._agenda.next_entry(now_s, self._worth_a_second_look, deep_idle=deep_idle)
+            self._current = self._agenda.next_entry(now_s, self._worth_another_look, deep_idle=deep_idle)
             if self._current is not None:
                 self._steps = self._run(self._current)
         return self._current is not None
@@ -220,33 +218,19 @@ class Tuner:
 
     # -- jobs ------------------------------------------------------------------------------------------------------
 
-    def _worth_a_second_look(self, entry: Entry) -> bool:
-        """Is there enough that this M, settled here, did not try: binaries and winners of other M, or new ones?"""
-        if entry.record is None or entry.looks >= self.options.looks:
-            return False
-        experience = self.experience(entry.shape)
-        ordered = len(experience.ordered)
-        if ordered - entry.ordered >= self.options.worth_a_look or experience.untried_winners(entry.M):
-            return True
-        return entry.looks == 1 and ordered < self.options.search.compiled_per_shape
-
-    def _allowance(self, entry: Entry, experience: Experience) -> int:
-        """New configs that a search may compile: few in the first one, so that all M have an answer soon, and a
-        fair share of the rest in the second."""
-        left = self.options.search.compiled_per_shape - len(experience.ordered)
-        peers = [e for e in self._agenda.entries.values() if e.shape == entry.shape]
-        if entry.looks == 0:
-            nearest = experience.nearest(entry.M)
-            novelty = min(2.0, octaves(nearest[0], entry.M)) if nearest else 5.0
-            return max(0, min(left, math.ceil(novelty * 1.5)))
-        waiting = sum(e.looks <= 1 for e in peers) or 1
-        return max(0, math.ceil(left / waiting)) if entry.looks == 1 else 0
+    def _worth_another_look(self, entry: Entry) -> bool:
+        going_on = [e for e in self._agenda.peers(entry) if e is entry or self._agenda.admits(e)]
+        return looks.worth_another(entry, going_on, self.experience(entry.shape), self.options.search)
 
     def _run(self, entry: Entry) -> Iterator[Step]:
+        if reason := out_of_range(entry.shape, entry.M):
+            raise Declined(reason)
         second_look = entry.state == "settled"
         experience = self.experience(entry.shape)
         yield "worked"
         baseline = experience.chosen[entry.M] if second_look else entry.baseline
+        peers, sharing = self._agenda.peers(entry), self._agenda.sharing
+        allowance = looks.allowance(entry, peers, experience, self.options.search, sharing)
         bench = self._provider.open(entry.shape, entry.M, baseline)
         if isinstance(bench, str):
             raise Declined(bench)
@@ -265,7 +249,8 @@ class Tuner:
                 search=msgspec.structs.replace(self.options.search, seed=self.options.seed),
             ),
             self._clock,
-            allowance=self._allowance(entry, experience),
+            allowance=allowance,
+            quick=entry.looks == 0,
         )
         self._job = job
         for progress in job.steps():
@@ -274,11 +259,14 @@ class Tuner:
                 if bench.launch_us > self.options.slice_us:
                     self._agenda.note_long(entry)
             yield progress
-        entry.looks, entry.ordered = entry.looks + 1, len(experience.ordered)
+        entry.looks += 1
         self._account()
         if job.outcome is None:
             return
-        if not (second_look and job.outcome.pair == baseline):
+        found = job.outcome.pair != baseline
+        if second_look and allowance:
+            entry.barren = 0 if found else entry.barren + 1
+        if found or not second_look or entry.looks == FINISHED_LOOKS:
             self._settle(entry, experience, job.outcome)
         if self._tell is not None:
             self._tell(entry.shape, entry.M, self._tried(entry, experience, job.outcome.pair))
@@ -300,7 +288,8 @@ class Tuner:
     def _settle(self, entry: Entry, experience: Experience, outcome: Outcome) -> None:
         """Hand the record to the sink; only then is the M done, so that a failing sink loses nothing."""
         before = entry.record.evidence if entry.record else None
-        evidence = outcome.evidence(entry.gpu_s, before)
+        evidence = outcome.evidence(entry.earlier_s + entry.gpu_s, before)
+        evidence = msgspec.structs.replace(evidence, looks=entry.looks)
         if before is None and (stored := self._agenda.stored.get(entry.key)) is not None:
             # The store keeps of two records the one with more samples, and the stored one's baseline is outdated.
             evidence = msgspec.structs.replace(evidence, samples=evidence.samples + stored.evidence.samples)
@@ -317,6 +306,7 @@ class Tuner:
             unix_s=self._unix_clock(),
         )
         self._sink(record)
+        self._prior.learn(record, here=True)
         entry.record, entry.state = record, "settled"
         experience.chosen[entry.M] = outcome.pair
 
@@ -343,7 +333,7 @@ class Tuner:
             if entry.faults >= self.options.max_faults:
                 if entry.record is None:
                     entry.state = "failed"
-                entry.looks = self.options.looks
+                entry.looks = self.options.search.looks
                 self._agenda.deferred.pop(entry.key, None)
             else:
                 self._agenda.defer(entry, f"fault {entry.faults} while it was tuned", self._clock())

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import click
 import msgspec
 
-from sglang_moe_autotune import objects, remote, shell, status, store
+from sglang_moe_autotune import objects, remote, shell, status, store, switch
 from sglang_moe_autotune.errors import AutotuneError
 from sglang_moe_autotune.selection import NothingFound, Unusable
 
@@ -25,6 +25,8 @@ class View(NamedTuple):
     found: status.Servers
     entries: list[store.StoredEnvironment]
     remote: remote.RemoteStatus | None
+    switch: switch.Level
+    """of the store's file"""
 
     @property
     def exit_code(self) -> int:
@@ -46,7 +48,7 @@ def look(root: Path, url: str | None) -> View:
         folder = root / status.FOLDER
         message = f"{folder} cannot be listed ({error.strerror}): choose another store with --dir"
         raise Unusable(message) from error
-    return View(root, found, store.environments(root), answer)
+    return View(root, found, store.environments(root), answer, switch.read(root))
 
 
 def running(root: Path) -> list[status.LiveStatus]:
@@ -63,6 +65,7 @@ def as_object(view: View) -> objects.Json:
     seen = {} if view.remote is None else {"server_info": objects.remote(view.remote)}
     return {
         "root": str(view.root),
+        "switch": view.switch,
         **seen,
         **objects.servers(view.found),
         "environments": [objects.entry(entry) for entry in view.entries],
@@ -74,6 +77,8 @@ def lines(view: View, *, everything: bool) -> list[RenderableType]:
     from sglang_moe_autotune import tables  # noqa: PLC0415 - rich, which --json does without
 
     above = [] if view.remote is None else [*tables.remote(view.remote), ""]
+    if view.switch != "on":
+        above += [f"Switched to {view.switch!r} for all servers on this store: `sglang-moe-autotune on` takes it back"]
     return [*above, *tables.status(view.root, view.found, view.entries, time.time(), everything=everything)]
 
 

@@ -12,9 +12,11 @@ from sglang_moe_autotune.budget import Budget
 from sglang_moe_autotune.council import Place
 from sglang_moe_autotune.lookup import Lookup
 from sglang_moe_autotune.prior import Prior
+from sglang_moe_autotune.recapture import Recapture
 from sglang_moe_autotune.replay import ReplayProvider
 from sglang_moe_autotune.settings import Settings
 from sglang_moe_autotune.store import Store
+from sglang_moe_autotune.switch import Switch
 from sglang_moe_autotune.tuner import Tuner, TunerOptions
 
 SMALL = bf16_shape(E=8, N=256, K=512, top_k=2)
@@ -37,17 +39,20 @@ def replayed_serving(ms: tuple[int, ...] = (8, 64, 512), deferred: int | None = 
         tuner.add(SMALL, M, recorded.baselines[M].pair)
     if deferred is not None:
         tuner.add(SMALL, deferred, recorded.baselines[ms[0]].pair)
+    lookup = Lookup()
     return SimpleNamespace(
         settings=Settings(),
         state="idle",
         reason="",
-        lookup=Lookup(),
+        switch=Switch(),
+        lookup=lookup,
+        recapture=Recapture(Settings(), lookup, lambda: [SMALL]),
         store=store,
         tuner=tuner,
         device=SimpleNamespace(provider=provider),
         budget=Budget(600.0),
         slices=0,
-        idle_s=1.5,
+        idle_time=SimpleNamespace(total_s=1.5),
         compiles=SimpleNamespace(for_tuning=0),
         overlay=SimpleNamespace(shapes=(SMALL,)),
         peers=None,

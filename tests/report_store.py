@@ -26,7 +26,7 @@ def records() -> list[Record]:
     made = []
     for number, row in enumerate(rows):
         up, down, base = (KernelConfig.from_dict(row[key]) for key in ("up", "down", "baseline"))
-        evidence = Evidence(**{name: row[name] for name in Evidence.__struct_fields__})
+        evidence = Evidence(**{name: row[name] for name in Evidence.__struct_fields__ if name in row})
         at = START_UNIX_S + SEARCH_S * (number + 1) / len(rows)
         pairs = ConfigPair(up, down), ConfigPair(base, base)
         made.append(Record(SHAPE, row["M"], row["verdict"], *pairs, evidence, sglang="0.5.16", unix_s=at))

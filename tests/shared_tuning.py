@@ -85,11 +85,13 @@ class SharedRank:
             shape_of=lambda _: recorded.shape,
             may_serve=lambda _: True,
             bits_hold=lambda _: True,
+            source="learned",
         )
-        device = SimpleNamespace(provider=self.provider, source="learned")
+        self.adopted: list[Any] = []
         self.votes = Votes()
         self.peers = Peers(
-            *(place, Settings(**settings), self.store, device, overlay, self.tuner, self.agenda, self.votes),
+            *(place, Settings(**settings), self.store, self.provider, overlay, self.tuner, self.agenda, self.votes),
+            lambda *row: self.adopted.append(row),
             clock=self.provider.clock,
         )
         self.turned_s = -1.0

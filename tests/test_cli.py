@@ -162,6 +162,20 @@ def test_status_says_what_is_broken(store: Path) -> None:
     assert "1-0.json: not a live status" in result.stderr
 
 
+def test_status_says_which_graphs_are_behind_and_how_long_captures_took(store: Path) -> None:
+    graphs = status.GraphCounts(
+        "idle", "prefill graphs: not one by one", 30, ("decode 16", "decode 32"), {"decode 32": "no memory"},
+        {"recaptured": 7, "failed": 1}, {"decode 8": 84.2, "decode 16": 91.7},
+    )  # fmt: skip
+    assert status.write(store, live(unix_s=time.time(), graphs=graphs))
+    shown = re.sub(r"\s+", " ", shell("status").stdout)
+    assert "2 of 30 captured graphs hold an older config; 1 failed, 7 recaptured, longest pause 92 ms" in shown
+    assert "(recapture idle: prefill graphs: not one by one)" in shown
+    assert "not now: graph decode 32: no memory" in shown
+    assert status.write(store, live(unix_s=time.time()))
+    assert "captured graphs" not in shell("status").stdout
+
+
 # Exit codes
 
 def one_sentence(result: Result) -> str:

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import shutil
+import time
 from typing import TYPE_CHECKING
 
 import pytest
-from record_values import pair, record
+from record_values import H200, pair, record
 
-from sglang_moe_autotune import accord
+from sglang_moe_autotune import absence, accord
 from sglang_moe_autotune.accord import Finding, propose
 from sglang_moe_autotune.board import Board, sweep
 from sglang_moe_autotune.council import Council, Place, Present
 from sglang_moe_autotune.post import Post, server_name
 from sglang_moe_autotune.status import this_process
+from sglang_moe_autotune.store import Store
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -165,7 +167,8 @@ def test_a_rank_that_measures_no_more_says_why(tmp_path: Path) -> None:
     seats = Seats(tmp_path, 2)
     seats.all[1].confer(Present(off="tuning ended with a fault"), 0.25)
     seats.turn(0)
-    assert seats.all[0].waits == ("rank 1 measures no more (tuning ended with a fault); nothing new is served",)
+    (told,) = seats.all[0].waits
+    assert told == "rank 1 measures nothing now (tuning ended with a fault); until it does nothing new is served"
 
 
 @pytest.mark.parametrize("text", [b"", b"{}", b"[1]", b"\xff", b'{"rank": 1}', b"[" * 5000], ids=lambda t: repr(t[:9]))
@@ -194,3 +197,31 @@ def test_two_servers_never_share_a_board_and_boards_of_dead_ones_go(tmp_path: Pa
         Board(tmp_path / name, 0, 1).write(Post(**owner._asdict(), rank=0, ranks=1))
     sweep(tmp_path, "own")
     assert [path.name for path in tmp_path.iterdir()] == ["alive"]
+
+
+def test_a_rank_that_started_read_only_confirms_nothing_and_the_others_say_why(tmp_path: Path) -> None:
+    seats = Seats(tmp_path, 3)
+    died = Present(off="read-only: 2 processes died in the middle of a first launch")
+    seats.put(0, record())
+    for _ in range(8):
+        seats.turn(0, 1)
+        seats.answer(1)
+        seats.all[2].say(died, seats.now_s)
+    assert seats.all[0].table.rows == ()
+    assert seats.kept == []
+    for rank in (0, 1):
+        (told,) = [wait for wait in seats.all[rank].waits if "rank 2" in wait]
+        assert told == f"rank 2 measures nothing now ({died.off}); until it does nothing new is served"
+
+
+def test_its_absence_is_told_by_a_thread_also_where_its_store_is_read_only(tmp_path: Path) -> None:
+    store = Store.open(tmp_path, H200, read_only=True)
+    absence.tell(store, Place(1, 2, 1), "read-only: a reason")
+    assert store.path is not None
+    seat = Council(store.path, Place(0, 2, 1), 0.01, lambda _: None)
+    until_s = time.monotonic() + 10.0
+    while not any("read-only: a reason" in wait for wait in seat.waits) and time.monotonic() < until_s:
+        seat.confer(Present(), time.monotonic())
+        time.sleep(0.05)
+    assert any("read-only: a reason" in wait for wait in seat.waits)
+    assert not store.path.exists()

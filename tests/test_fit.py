@@ -213,8 +213,10 @@ CHANGES = [
     ("arguments", "arg_groups/field_order", r'"enable_lora"', '"lora"'),
     ("arguments", "arg_groups/overrides", r"_resolved_overrides", "_decisions"),
     ("graphs", "model_executor/runner/decode_cuda_graph_runner", r"capture_bs\b", "batch_sizes"),
-    ("recapture", "model_executor/runner/prefill_cuda_graph_runner", r"def capture_one_shape", "def capture_shape"),
+    ("recapture", "model_executor/runner/prefill_cuda_graph_runner", r"\bfreeze_gc\b", "collect_later"),
     ("server info", "managers/io_struct", r"internal_state: ", "state: "),
+    ("ranks", "runtime_context", r"def get_parallel\b", "def get_spread"),
+    ("vote", "managers/scheduler_components/request_receiver", r"\b_pull_raw_reqs\b", "_pull"),
 ]  # fmt: skip
 
 

@@ -38,7 +38,7 @@ def test_links_and_settings_on_a_page_exist(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     for target in re.findall(r"\]\(([^)#:]+)", text):
         assert (page.parent / target).exists(), target
-    known = {"MODE", "DIR", "BIT_EQUAL", *(number.name for number in NUMBERS)}
+    known = {"MODE", "DIR", "BIT_EQUAL", "RECAPTURE", *(number.name for number in NUMBERS)}
     named = set(re.findall(rf"\b{PREFIX}([A-Z][A-Z_]+)\b", text)) - {"COMPLETE"}
     if page.name not in {"design.md", "limits.md"}:
         assert named <= known

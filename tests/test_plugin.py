@@ -610,9 +610,9 @@ def restarted() -> dict[str, object]:
     serving.overlay.layers.add([LiveLayer(SimpleNamespace(), key, "bfloat16", False, ())])  # type: ignore[arg-type]
     serving.overlay.publish_stored(serving.store.contents)
     for M in (7, 9):  # noqa: N806 - two misses of one shape are one note
-        serving._add(Missed(key, M, given.pair))
+        serving.intake.add(serving.tuner, Missed(key, M, given.pair))
     passes = 0
-    while serving._notes.step(0.0):
+    while serving.intake.notes.step(0.0):
         passes += 1
     return {"passes": passes, "notes": [note.shape == shape and bool(note.baselines) for note in notes]}
 
@@ -805,7 +805,7 @@ def test_server_arguments_are_read_as_sglang_resolved_them_not_as_the_user_wrote
     assert told["before"] == ""
     assert told["lora"] is True
     assert told["ranks"] == 4
-    assert "several ranks" in told["never"]
+    assert "LoRA" in told["never"]
     assert told["batch"] == ["decode", 15]
     assert told["absent"] == 7
 

@@ -8,11 +8,13 @@ import time
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from sglang_moe_autotune.prior import Prior, find_files
+from sglang_moe_autotune.records import Evidence, Record
 from sglang_moe_autotune.search_space import full_space, legal_space
-from sglang_moe_autotune.shapes import KernelConfig, MoeShape
+from sglang_moe_autotune.shapes import ConfigPair, KernelConfig, MoeShape
 
 SHAPE = MoeShape((128, 1536, 2048), (128, 2048, 768), 8)
 FP8_BLOCK = MoeShape((256, 512, 7168), (256, 7168, 256), 8, "fp8_w8a8", (128, 128))
@@ -107,6 +109,64 @@ def test_a_small_space_is_ranked_whole() -> None:
     space = frozenset(c for c in full_space() if c.num_stages == 3 and c.BLOCK_SIZE_M == 16 and c.GROUP_SIZE_M == 1)
     assert set(Prior().rank(SHAPE, 4, "up", space)) == space
     assert Prior().rank(SHAPE, 4, "up", frozenset()) == []
+
+
+# -- our own records ---------------------------------------------------------------------------------------------------
+
+NEAR_SHAPE = MoeShape((128, 1408, 2048), (128, 2048, 704), 8)
+WON = ConfigPair(RARE, KernelConfig(256, 64, 64, 16, 8, 2))
+
+
+def won(shape: MoeShape = NEAR_SHAPE, M: int = 64, **changes: Any) -> Record:  # noqa: N803
+    evidence = Evidence(100.0, 80.0, 0.2, 0.19, 0.21, 24, 30, 0.1)
+    return msgspec.structs.replace(Record(shape, M, "faster", WON, ConfigPair(OTHER, OTHER), evidence), **changes)
+
+
+def test_a_winner_of_a_near_shape_comes_first_each_gemm_its_own(tmp_path: Path) -> None:
+    write(tmp_path, "E=128,N=512,device_name=NVIDIA_H200", {"64": row(OTHER)})
+    prior = Prior(find_files(tmp_path), "NVIDIA H200")
+    prior.learn(won(), here=True)
+    assert prior.rank(SHAPE, 96, "up", SPACE)[0] == WON.up
+    assert prior.rank(SHAPE, 96, "down", SPACE)[0] == WON.down
+
+
+def test_of_two_learned_shapes_the_nearer_one_has_more_weight() -> None:
+    far = MoeShape((8, 28672, 4096), (8, 4096, 14336), 2)
+    for first, second in ((far, NEAR_SHAPE), (NEAR_SHAPE, far)):
+        prior = Prior()
+        for shape in (first, second):
+            prior.learn(won(shape, pair=WON if shape == NEAR_SHAPE else ConfigPair(OTHER, OTHER)), here=True)
+        assert prior.rank(SHAPE, 64, "up", SPACE)[0] == WON.up
+
+
+def test_c31_a_winner_of_an_older_triton_seeds_its_own_shape_and_one_of_today_does_not() -> None:
+    """The searches of a shape know what won there today; the prior would only say it twice."""
+    for here in (True, False):
+        prior = Prior()
+        prior.learn(won(SHAPE), here=here)
+        assert (prior.rank(SHAPE, 64, "up", SPACE)[0] == WON.up) == (not here)
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        pytest.param(won(verdict="baseline"), id="nothing-won"),
+        pytest.param(won(source="imported"), id="measured-by-nobody-here"),
+        pytest.param(won(source="pinned"), id="somebodys-word"),
+        pytest.param(won(FP8_BLOCK), id="another-dtype"),
+    ],
+)
+def test_what_did_not_win_here_for_this_dtype_has_no_vote(record: Record) -> None:
+    prior = Prior()
+    prior.learn(record, here=False)
+    assert prior.rank(SHAPE, 64, "up", SPACE) == Prior().rank(SHAPE, 64, "up", SPACE)
+
+
+def test_what_is_learned_between_two_rankings_counts_in_the_second() -> None:
+    prior = Prior()
+    assert prior.rank(SHAPE, 64, "up", SPACE)[0] != WON.up
+    prior.learn(won(), here=True)
+    assert prior.rank(SHAPE, 64, "up", SPACE)[0] == WON.up
 
 
 @pytest.mark.sglang

@@ -16,7 +16,7 @@ from sglang_moe_autotune.settings import NUMBERS, PREFIX
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = ("README.md", "CHANGELOG.md", *sorted(str(p.relative_to(ROOT)) for p in (ROOT / "docs").glob("*.md")))
-SETTINGS = {PREFIX + name for name in ("MODE", "DIR", "BIT_EQUAL", *(n.name for n in NUMBERS))}
+SETTINGS = {PREFIX + name for name in ("MODE", "DIR", "BIT_EQUAL", "RECAPTURE", *(n.name for n in NUMBERS))}
 
 
 def text(page: str) -> str:

@@ -8,11 +8,14 @@ from hypothesis import strategies as st
 
 from sglang_moe_autotune.search_space import (
     AXES,
+    ROCM_AXES,
     filled,
+    fitted,
     full_space,
     illegal,
     legal_space,
     neighbours,
+    out_of_range,
     shared_memory_bytes,
 )
 from sglang_moe_autotune.shapes import KernelConfig, MoeShape
@@ -82,6 +85,74 @@ def test_neighbours_differ_on_one_axis_and_the_relation_is_mutual(config: Kernel
         assert sum(getattr(near, axis) != getattr(config, axis) for axis in AXES) == 1
         assert near in full_space()
         assert config in set(neighbours(near))
+
+
+PER_CHANNEL = MoeShape((128, 1408, 2816), (128, 2816, 704), 8, "fp8_w8a8", None, True)
+HEURISTIC = KernelConfig(128, 256, 128, 32, 8, 4)
+
+
+@pytest.mark.parametrize(
+    ("limit", "rocm", "wanted"),
+    [
+        pytest.param(232_448, False, HEURISTIC, id="C01-it-fits-a-large-gpu"),
+        pytest.param(101_376, False, KernelConfig(128, 256, 128, 32, 8, 3), id="C01-a-stage-less-on-a-small-gpu"),
+        pytest.param(65_536, True, KernelConfig(128, 256, 128, 32, 8, 1), id="C02-on-hip-all-stages-count"),
+        pytest.param(40_000, False, KernelConfig(128, 128, 128, 32, 8, 2), id="then-smaller-tiles"),
+        pytest.param(1_000, False, None, id="nothing-like-it-fits"),
+    ],
+)
+def test_a_config_is_made_to_fit(limit: int, rocm: bool, wanted: KernelConfig | None) -> None:
+    assert fitted(HEURISTIC, PER_CHANNEL, limit, rocm=rocm) == wanted
+
+
+@given(
+    st.sampled_from(full_space()),
+    st.sampled_from([BF16, fp8((64, 64), 320), fp8((128, 128)), int4(704, 2048), PER_CHANNEL]),
+    st.sampled_from([65_536, 101_376, 166_912, 232_448]),
+    st.booleans(),
+)
+def test_what_was_made_to_fit_fits_is_legal_and_stays_as_it_is(
+    config: KernelConfig, shape: MoeShape, limit: int, rocm: bool
+) -> None:
+    found = fitted(config, shape, limit, rocm=rocm)
+    if found is None:
+        assert illegal(config, shape) is not None or shared_memory_bytes(config, shape, all_stages=rocm) > limit
+        return
+    assert shared_memory_bytes(found, shape, all_stages=rocm) <= limit
+    assert illegal(found, shape) is None
+    assert fitted(found, shape, limit, rocm=rocm) == found
+    if shared_memory_bytes(config, shape, all_stages=rocm) <= limit:
+        assert found == config
+    assert all(getattr(found, axis) <= getattr(config, axis) for axis in AXES)
+
+
+@pytest.mark.parametrize("limit", [65_536, 101_376, 166_912, 232_448])
+@pytest.mark.parametrize("rocm", [False, True], ids=["C01-cuda", "C02-hip"])
+def test_no_member_of_the_space_needs_more_than_there_is(limit: int, rocm: bool) -> None:
+    space = legal_space(PER_CHANNEL, limit, rocm=rocm)
+    assert space
+    assert max(shared_memory_bytes(c, PER_CHANNEL, all_stages=rocm) for c in space) <= limit
+
+
+def test_the_space_of_rocm_is_the_one_of_sglangs_tuner() -> None:
+    space = full_space(rocm=True)
+    assert len(space) == len(set(space)) == 1600
+    assert {(c.num_stages, *c.extra) for c in space} == {(2,)}
+    for near in neighbours(space[777], ROCM_AXES):
+        assert near in space
+
+
+@pytest.mark.parametrize(
+    ("shape", "most"),
+    [
+        pytest.param(int4(768, 2048), (1 << 31) // (6 * 2048), id="weight-only"),
+        pytest.param(BF16, None, id="bf16-counts-in-64-bits"),
+        pytest.param(fp8((128, 128)), None, id="fp8-too"),
+    ],
+)
+@pytest.mark.parametrize("M", [1, 127, 128, 129, 4096, 65536, 1 << 20], ids="C03-M={}".format)
+def test_an_m_is_out_of_range_where_offsets_overflow(shape: MoeShape, most: int | None, M: int) -> None:  # noqa: N803
+    assert (out_of_range(shape, M) is not None) == (most is not None and most < M)
 
 
 def test_a_baseline_off_the_axes_has_neighbours() -> None:

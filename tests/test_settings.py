@@ -30,13 +30,13 @@ def test_a_mode_in_capitals_is_meant() -> None:
 
 
 def test_every_setting_is_read() -> None:
-    texts = {"MODE": "read-only", "DIR": "/data/moe", "BIT_EQUAL": "On"}
+    texts = {"MODE": "read-only", "DIR": "/data/moe", "BIT_EQUAL": "On", "RECAPTURE": "Idle"}
     texts |= {n.name: f"{max(n.low, 1):.0f}" for n in NUMBERS}
     found, warnings = _read(**texts)
     assert warnings == ()
     assert len(texts) == len(Settings.__struct_fields__)
     assert found == Settings(
-        "read-only", Path("/data/moe"), True, 1.0, 50.0, 1.0, 1.0, 1, 1, 1.0, 1, 1
+        "read-only", Path("/data/moe"), True, "idle", 1.0, 50.0, 1.0, 1.0, 1, 1, 1.0, 1, 1.0, 1
     )  # fmt: skip
 
 
@@ -48,6 +48,7 @@ def test_every_setting_is_read() -> None:
         pytest.param("BIT_EQUAL", "strict", id="neither on nor off"),
         pytest.param("DIR", "a\0b", id="folder with a zero byte"),
         pytest.param("DIR", "~nobody-of-this-name/x", id="unknown user's home"),
+        pytest.param("RECAPTURE", "now", id="unknown choice"),
         pytest.param("SLICE_US", "49", id="below the bounds"),
         pytest.param("SLICE_US", "2001", id="above the bounds"),
         pytest.param("BUDGET_S", "ten", id="words"),
@@ -92,10 +93,11 @@ def test_the_page_lists_every_setting_as_it_is() -> None:
     code[PREFIX + "MODE"] = (Settings().mode, ", ".join(module._CHOICES))
     code[PREFIX + "BIT_EQUAL"] = ("off", "on, off")
     code[PREFIX + "DIR"] = ("unset", "folder")
+    code[PREFIX + "RECAPTURE"] = ("unset", ", ".join(module._RECAPTURE))
     assert page == code
     text = PAGE.read_text()
     assert all(n.meaning in text for n in NUMBERS)
-    assert all(f"\n- `{mode}`: " in text for mode in module._CHOICES)
+    assert all(f"\n- `{choice}`: " in text for choice in (*module._CHOICES, *module._RECAPTURE))
 
 
 @pytest.fixture

@@ -23,7 +23,7 @@ from sglang_moe_autotune import record_file
 from sglang_moe_autotune.document import decode
 from sglang_moe_autotune.errors import StoreError
 from sglang_moe_autotune.records import Contents, Record, demote, forget, pin
-from sglang_moe_autotune.store import Store, change, environments, file_name, read
+from sglang_moe_autotune.store import Store, change, environments, file_name, read, relatives
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -247,6 +247,22 @@ def test_c31_an_upgrade_of_triton_keeps_the_old_rows_beside_the_new(root: Path) 
         (v.H200, 1, 1, ()),
         (NEXT_TRITON, 1, 1, ()),
     ]
+
+
+def test_c31_records_of_an_older_triton_are_there_as_seeds_whatever_else_lies_there(root: Path) -> None:
+    others = (
+        msgspec.structs.replace(v.H200, device_name="NVIDIA H200 NVL"),
+        msgspec.structs.replace(v.H200, device_name="NVIDIA H200-triton-x"),
+        msgspec.structs.replace(v.H200, capability=(10, 0)),
+    )
+    assert relatives(None, v.H200) == relatives(root, v.H200) == []
+    for m, environment in enumerate((v.H200, NEXT_TRITON, *others), 1):
+        store = Store.open(root, environment)
+        store.submit(record=v.record(m))
+        assert store.flush(5)
+    (root / f"{file_name(v.H200).rpartition('-')[0]}-000000000000.json").write_text("{", encoding="utf-8")
+    assert relatives(root, NEXT_TRITON) == [v.record(1)]
+    assert relatives(root, v.H200) == [v.record(2)]
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -9,6 +10,8 @@ import msgspec
 import pytest
 import synthetic
 
+from sglang_moe_autotune import noise
+from sglang_moe_autotune.agenda import FINISHED_LOOKS
 from sglang_moe_autotune.bench import Bench, Comparison, Declined
 from sglang_moe_autotune.experience import Trial
 from sglang_moe_autotune.records import Evidence, Record
@@ -25,6 +28,7 @@ if TYPE_CHECKING:
 LANDSCAPE = synthetic.landscape(ms=(3, 12, 24, 512), ruggedness=0.02)  # C34: M of speculative decoding, too
 SHAPE = LANDSCAPE.shape
 FEW = SearchOptions(compiled_per_shape=12)
+ONE_LOOK = TunerOptions(search=SearchOptions(looks=1))
 CALLS = ("prepare", "readiness", "measure", "compare", "adopt", "close")
 
 
@@ -113,7 +117,7 @@ def last(records: list[Record]) -> dict[int, Record]:
 def test_what_was_tried_is_told_once_for_each_m_that_is_settled() -> None:
     told: list[tuple[int, list[Tried]]] = []
     bed = Bed(
-        options=TunerOptions(search=FEW, source="replayed", looks=1),
+        options=TunerOptions(search=SearchOptions(compiled_per_shape=12, looks=1), source="replayed"),
         tried=lambda shape, m, rows: told.append((m, list(rows))),
     ).add(3, 12, 24, 512)
     records = last(bed.finish())
@@ -128,7 +132,7 @@ def test_what_was_tried_is_told_once_for_each_m_that_is_settled() -> None:
 def test_ratios_are_to_sglangs_own_config_after_a_second_look_too() -> None:
     told: dict[int, list[list[Tried]]] = {}
     bed = Bed(
-        options=TunerOptions(search=FEW, source="replayed", looks=4, worth_a_look=1),
+        options=TunerOptions(search=FEW, source="replayed"),
         tried=lambda shape, m, rows: told.setdefault(m, []).append(list(rows)),
     ).add(3, 12, 24, 512)
     bed.finish()
@@ -288,7 +292,7 @@ def test_records_state_the_truth_within_their_bounds() -> None:
 
 
 def test_c19_a_pair_with_another_output_is_refused_and_the_next_one_is_taken() -> None:
-    once = TunerOptions(search=FEW, looks=1)
+    once = TunerOptions(search=SearchOptions(compiled_per_shape=12, looks=1))
     chosen = last(Bed(options=once).add(512).finish())[512].pair
     bad: list[ConfigPair] = []
 
@@ -338,7 +342,7 @@ def test_nothing_is_accepted_where_every_candidate_is_the_baseline_under_another
 
     for _ in range(3):
         bed = Bed(Watched(synthetic.mapped(LANDSCAPE, same))).add(3, 12, 24, 512)
-        bed.provider.replay.noise = 0.05
+        bed.provider.replay.noise = noise.LaunchNoise(0.05, random.Random(0))  # noqa: S311 - no secret
         assert {record.verdict for record in bed.finish()} == {"baseline"}
 
 
@@ -355,7 +359,7 @@ def test_a_bench_that_never_measures_puts_its_m_off_and_decides_nothing() -> Non
 
 
 def test_a_second_look_finds_what_other_m_found_and_adds_up_the_gains() -> None:
-    one = last(Bed(options=TunerOptions(looks=1)).add(512, 12, 24, 3).finish())
+    one = last(Bed(options=ONE_LOOK).add(512, 12, 24, 3).finish())
     records = Bed(options=TunerOptions()).add(512, 12, 24, 3).finish()
     again = [record for record in records if record != next(r for r in records if r.M == record.M)]
     assert again
@@ -389,6 +393,59 @@ def test_a_reason_defers_without_spinning_and_a_later_try_succeeds() -> None:
     bed.finish()
     assert set(last(bed.records)) == {3, 512}
     assert not bed.tuner.deferred
+
+
+def test_an_m_whose_offsets_would_overflow_is_declined_before_a_bench_is_opened() -> None:
+    packed = synthetic.MoeShape((8, 8192, 2048), (8, 4096, 2048), 8, "int4_w4a16", (0, 32))
+    bed = Bed()
+    bed.tuner.add(packed, 1 << 17, LANDSCAPE.baselines[512].pair)
+    assert bed.finish() == []
+    assert not bed.provider.calls
+    assert ["32-bit" in d.reason for d in bed.tuner.deferred.values()] == [True]
+
+
+def test_c18_what_takes_a_thousand_times_as_long_is_launched_once_to_load_and_once_to_measure() -> None:
+    endless = synthetic.mapped(
+        LANDSCAPE, lambda _, gemm, row: {c: us * (1000 if c.num_stages == 3 else 1) for c, us in row.items()}
+    )
+    launched: dict[tuple[int, str, Any], int] = {}
+    at = [0]
+    provider = Watched(
+        endless,
+        open=lambda m: at.__setitem__(0, m),
+        measure=lambda gemm, config, count: launched.__setitem__(
+            key := (at[0], gemm, config), launched.get(key, 0) + 1
+        ),
+    )
+    records = last(Bed(provider, TunerOptions(source="replayed")).add(3, 512).finish())
+    slow = {count for (_, _, config), count in launched.items() if config.num_stages == 3 and config.num_warps}
+    assert slow
+    # Each M has a bench for each of its looks, and a bench loads what it has not loaded yet.
+    assert max(slow) <= 2
+    assert all(record.pair.up.num_stages != 3 for record in records.values() if record.verdict == "faster")
+
+
+def test_an_m_that_is_put_off_in_its_second_look_holds_up_no_other() -> None:
+    opened: list[int] = []
+    provider = Watched(open=lambda m: opened.append(m) or ("no memory" if m == 512 and opened.count(512) > 1 else None))
+    bed = Bed(provider, TunerOptions(source="replayed", retry_s=1e6)).add(512, 3, 12, 24)
+    bed.finish()
+    assert opened.count(512) == 2
+    assert min(opened.count(m) for m in (3, 12, 24)) >= FINISHED_LOOKS
+    assert len(bed.tuner.experience(SHAPE).ordered) > 60
+
+
+@pytest.mark.parametrize("answered", [True, False])
+def test_an_m_that_waits_for_deep_idle_holds_up_no_other(answered: bool) -> None:
+    launch_us = max(LANDSCAPE.baselines[24].up_us, LANDSCAPE.baselines[24].down_us)
+    bed = Bed(options=TunerOptions(source="replayed", slice_us=launch_us + 1)).add(512, 3, 12, 24)
+    bed.tuner.heat(SHAPE, 512, 100)
+    if answered:
+        next(None for step in bed.run() if bed.records)
+    bed.finish(deep_idle=False)
+    assert {512} & set(last(bed.records)) == ({512} if answered else set())
+    assert {m: r.evidence.looks for m, r in last(bed.records).items() if m != 512}.keys() == {3, 12, 24}
+    assert len(bed.tuner.experience(SHAPE).ordered) > 60
 
 
 def test_a_bench_may_decline_in_the_middle() -> None:
@@ -450,7 +507,7 @@ def test_a_sink_that_fails_loses_nothing() -> None:
 
 
 def test_abandoning_closes_at_once_and_what_was_measured_is_not_measured_again() -> None:
-    once = TunerOptions(search=FEW, looks=1)
+    once = TunerOptions(search=SearchOptions(compiled_per_shape=12, looks=1))
     bed, whole = Bed(options=once).add(512), Bed(options=once).add(512)
     whole.finish()
     for _ in range(whole.provider.calls.index("compare")):
@@ -495,6 +552,67 @@ def test_c37_a_restart_goes_on_at_the_first_m_without_a_record() -> None:
         bed.tuner.learn(stored(M))
     bed.add(3, 12, 24).finish()
     assert set(last(bed.records)) == {24}
+
+
+@pytest.mark.parametrize("part", [0.15, 0.4, 0.7, 0.95])
+def test_c37_a_search_that_was_killed_anywhere_goes_on_where_it_stood(part: float) -> None:
+    def bed() -> Bed:
+        return Bed(options=TunerOptions(source="learned"))
+
+    whole = bed().add(3, 12, 24, 512)
+    steps = sum(1 for _ in whole.run())
+    killed = bed().add(3, 12, 24, 512)
+    for _, _ in zip(range(int(part * steps)), killed.run(), strict=False):
+        pass
+    kept = last(killed.records)
+    again = bed()
+    for record in kept.values():
+        again.tuner.learn(record)
+    again.add(3, 12, 24, 512).finish()
+    finished = {M for M, record in kept.items() if record.evidence.looks >= FINISHED_LOOKS}
+    assert not finished & {record.M for record in again.records}
+    records = kept | last(again.records)
+    assert set(records) == {3, 12, 24, 512}
+    for M, record in records.items():  # noqa: N806
+        if M in kept and record != kept[M]:
+            assert record.evidence.samples > kept[M].evidence.samples  # so that the store keeps it
+            assert record.evidence.gpu_s > kept[M].evidence.gpu_s
+    best = last(whole.records)
+    lags = [LANDSCAPE.pair_us(M, r.pair) / LANDSCAPE.pair_us(M, best[M].pair) for M, r in records.items()]
+    assert sum(lags) / len(lags) < 1.06
+
+
+def test_a_stored_first_answer_has_its_second_look_and_keeps_its_evidence_where_that_finds_nothing() -> None:
+    evidence = msgspec.structs.replace(stored(12).evidence, looks=1)
+    bed = Bed()
+    bed.tuner.learn(stored(12, evidence=evidence, source="learned"))
+    bed.add(12).finish()
+    (record,) = bed.records  # what was stored is the best of the landscape; told once, when it is finished
+    assert (record.pair, record.verdict) == (stored(12).pair, "faster")
+    found = record.evidence
+    assert (found.gain, found.gain_low, found.looks) == (evidence.gain, evidence.gain_low, FINISHED_LOOKS)
+    assert found.samples > evidence.samples
+    assert found.gpu_s > evidence.gpu_s
+
+
+def test_a_further_look_ends_where_another_decides_of_its_m() -> None:
+    evidence = msgspec.structs.replace(stored(12).evidence, looks=1)
+    bed = Bed()
+    bed.tuner.learn(stored(12, evidence=evidence))
+    bed.add(12)
+    for _ in range(5):
+        bed.tuner.step(deep_idle=True)
+    assert bed.provider.open_benches == 1
+    bed.tuner.learn(stored(12, evidence=evidence))  # the same again changes nothing
+    assert bed.provider.open_benches == 1
+    baseline = LANDSCAPE.baselines[12].pair
+    bed.tuner.learn(stored(12, "baseline", pair=baseline, evidence=evidence))  # one rank refused it
+    assert bed.provider.open_benches == 0
+    bed.finish()
+    for record in bed.records:  # what is found now was measured against what is served now
+        assert record.verdict == "faster"
+        truth = 1 - LANDSCAPE.pair_us(12, record.pair) / LANDSCAPE.pair_us(12, baseline)
+        assert abs(record.evidence.gain - truth) < 0.25
 
 
 def test_a_stored_winner_races_first_at_another_m() -> None:

@@ -1,0 +1,480 @@
+#!/usr/bin/env python3
+"""What tuning costs the requests of a real SGLang server on a GPU: a JSON file, a table of targets, and a plot.
+
+    bench_serving.py --out DIR [--part ttft] [--part steady] [--part micro] [--part startup] [-- MORE SERVER FLAGS]
+
+Run it with the Python that SGLang is installed in. One server is started, tuning is switched on and off in it in
+turn: ``ttft`` sends sparse requests (Poisson), ``steady`` a closed loop of streams, ``micro`` times the hooks inside
+the server. ``startup`` starts servers of its own, with and without the plugin. Without --part: ttft, steady and micro,
+which take about 8 minutes with the defaults. ``bench_serving.py --plot DIR/serving.json`` draws a finished run again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import http.client
+import importlib.metadata
+import itertools
+import json
+import os
+import random
+import shutil
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import serving_probe as probe
+from bench_figures import Check, Request, Slices, added_latency, latency_checks, quantile, ratio, slices_by_m, within
+from demo_gpu import site_folder
+from gpu_server import Model, Server
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+PARTS = ("ttft", "steady", "micro", "startup")
+STARTS = ("stock-cold", "stock-warm", "plugin-cold", "plugin-store-only", "plugin-warm")
+FLAGS = ("--chunked-prefill-size", "2048", "--cuda-graph-max-bs", "16")
+HERE = Path(__file__).resolve().parent
+sys.path.append(str(HERE.parent))
+VOCABULARY = 31_000
+FEW_LEFT = 24
+"""M in the queue below which the tuner forgets, so that the next turn has work"""
+
+
+def arguments() -> argparse.ArgumentParser:
+    """The options; ``scripts/bench serving`` passes its own on."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, help="folder for serving.json, serving.png and the servers' logs")
+    parser.add_argument("--part", action="append", choices=PARTS, help="run this part only; may be repeated")
+    parser.add_argument("--turns", type=int, default=6, help="times that tuning is switched on, and off")
+    parser.add_argument("--turn-s", type=float, default=15.0, help="of sparse requests a turn")
+    parser.add_argument("--rate", type=float, default=2.0, help="sparse requests a second, Poisson")
+    parser.add_argument("--steady-s", type=float, default=8.0, help="of steady load a turn")
+    parser.add_argument("--streams", type=int, default=8, help="requests that run at a time under steady load")
+    parser.add_argument("--warm-s", type=float, default=75.0, help="of idle learning first, to have binaries compiled")
+    parser.add_argument("--start", action="append", choices=STARTS, help="of the part startup; default: all five")
+    parser.add_argument("--store", type=Path, help="learned store to start with, store.tar.gz of an earlier run")
+    parser.add_argument("--port", type=int, default=31300)
+    parser.add_argument("--seed", type=int, default=0, help="of arrivals and prompts")
+    parser.add_argument("--compile-processes", type=int, default=max(1, (os.cpu_count() or 2) - 4))
+    parser.add_argument("--plot", type=Path, help="draw this JSON file again and end")
+    for name, value in Model()._asdict().items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=value)
+    parser.add_argument("flags", nargs="*", help="more server flags, after --")
+    return parser
+
+
+def arrivals(rate: float, span_s: float, seed: int) -> list[float]:
+    """Seconds from the start at which requests are sent: the same ones with tuning on and off."""
+    random_ = random.Random(seed)  # noqa: S311 - no secret
+    times, at = [], 0.0
+    while (at := at + random_.expovariate(rate)) < span_s:
+        times.append(at)
+    return times
+
+
+def prompt(number: int, tokens: int) -> list[int]:
+    """Tokens that no cache has seen."""
+    random_ = random.Random(f"prompt {number}")  # noqa: S311 - no secret
+    return [random_.randrange(5, VOCABULARY) for _ in range(tokens)]
+
+
+class Client:
+    """Streams completions from the server and notes when what came, on the clock that all processes share."""
+
+    def __init__(self, port: int) -> None:
+        self.port = port
+
+    def stream(self, number: int, tokens: int, new_tokens: int) -> list[int]:
+        """Send one request; the times of sending and of each piece of the answer, in ns of CLOCK_MONOTONIC.
+
+        Raises RuntimeError where the server does not answer with as many pieces as asked for.
+        """
+        body = json.dumps({
+            "rid": f"{probe.PREFIX}{number}",
+            "input_ids": prompt(number, tokens),
+            "stream": True,
+            "sampling_params": {"max_new_tokens": new_tokens, "temperature": 0.0, "ignore_eos": True},
+        })  # fmt: skip
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+        try:
+            connection.connect()
+            times = [time.monotonic_ns()]
+            connection.request("POST", "/generate", body, {"Content-Type": "application/json"})
+            answer = connection.getresponse()
+            if answer.status != 200:
+                raise RuntimeError(f"the server answered {answer.status}: {answer.read()[:300]!r}")
+            while line := answer.readline():
+                if line.startswith(b"data:") and not line.startswith(b"data: [DONE]"):
+                    times.append(time.monotonic_ns())
+        finally:
+            connection.close()
+        if len(times) < 2:
+            raise RuntimeError("the server's answer had no piece")
+        return times
+
+
+def sparse_turn(client: Client, turn: int, *, tuning: bool, first: int, options: argparse.Namespace) -> list[Request]:
+    """Poisson requests of one turn; each waits in a thread of its own."""
+    found: list[Request] = []
+    faults: list[BaseException] = []
+
+    def one(number: int) -> None:
+        try:
+            times = client.stream(number, 24, 8)
+            found.append(Request(number, turn, tuning, times[0], times[1], times[-1]))
+        except (OSError, RuntimeError, http.client.HTTPException) as error:
+            faults.append(error)
+
+    begun, threads = time.monotonic(), []
+    for i, at in enumerate(arrivals(options.rate, options.turn_s, options.seed + turn)):
+        time.sleep(max(0.0, begun + at - time.monotonic()))
+        threads.append(threading.Thread(target=one, args=(first + i,)))
+        threads[-1].start()
+    time.sleep(max(0.0, begun + options.turn_s - time.monotonic()))
+    for thread in threads:
+        thread.join()
+    if faults:
+        raise RuntimeError(f"{len(faults)} of {len(threads)} requests failed: {faults[0]}") from faults[0]
+    return sorted(found)
+
+
+def steady_turn(client: Client, first: int, options: argparse.Namespace) -> dict[str, Any]:
+    """A closed loop of streams: tokens a second, and the gaps between the pieces of a stream in ms."""
+    begun = time.monotonic_ns()
+    until = begun + int(options.steady_s * 1e9)
+    gaps: list[list[float]] = [[] for _ in range(options.streams)]
+    counts = [0] * options.streams
+    faults: list[BaseException] = []
+
+    def run(place: int) -> None:
+        number = first + place * 1000
+        try:
+            while time.monotonic_ns() < until:
+                times = [t for t in client.stream(number, 64, 128) if t < until]
+                counts[place] += max(0, len(times) - 1)
+                gaps[place] += [(b - a) / 1e6 for a, b in itertools.pairwise(times[1:])]
+                number += 1
+        except (OSError, RuntimeError, http.client.HTTPException) as error:
+            faults.append(error)
+
+    threads = [threading.Thread(target=run, args=(place,)) for place in range(options.streams)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if faults:
+        raise RuntimeError(f"{len(faults)} of {options.streams} streams failed: {faults[0]}") from faults[0]
+    flat = [gap for of_stream in gaps for gap in of_stream]
+    return {"tokens_s": sum(counts) / options.steady_s, "itl_mean_ms": statistics.fmean(flat),
+            "itl_p50_ms": quantile(flat, 0.5), "itl_p99_ms": quantile(flat, 0.99), "pieces": len(flat)}  # fmt: skip
+
+
+class Bench:
+    """One run: its folders, its server's environment, and what was found."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options = options
+        self.out: Path = options.out.resolve()
+        self.out.mkdir(parents=True, exist_ok=True)
+        self.work = Path(tempfile.mkdtemp(prefix="moe-autotune-serving-"))
+        self.probe = self.work / "probe"
+        self.findings: dict[str, Any] = {"options": {k: str(v) for k, v in vars(options).items()}, "started_s": {}}
+        self.checks: list[Check] = []
+        shape = (options.experts, options.intermediate, options.hidden, options.top_k, options.layers)
+        self.model = Model(*shape).write(self.work / "model")
+        self.site = self._sites()
+        if options.store:
+            shutil.unpack_archive(options.store, self.work / "store")
+        self._numbers = 0
+
+    def _sites(self) -> list[str]:
+        folder = self.work / "site"
+        info = folder / "serving_probe-0.dist-info"
+        info.mkdir(parents=True)
+        shutil.copy(HERE / "serving_probe.py", folder)
+        (info / "METADATA").write_text("Metadata-Version: 2.1\nName: serving-probe\nVersion: 0\n")
+        (info / "entry_points.txt").write_text("[sglang.srt.plugins]\nserving_probe = serving_probe:register\n")
+        group = importlib.metadata.entry_points(group="sglang.srt.plugins")
+        installed = any(point.name == "moe_autotune" for point in group)
+        ours = [] if installed else [str(site_folder(self.work / "checkout"))]
+        return [str(folder), str(HERE.parent), *ours]
+
+    def environ(self, **more: str) -> dict[str, str]:
+        return {
+            "PYTHONPATH": os.pathsep.join([*self.site, os.environ.get("PYTHONPATH", "")]),
+            "TRITON_CACHE_DIR": os.environ.get("TRITON_CACHE_DIR", str(self.work / "triton")),
+            "SERVING_PROBE": str(self.probe),
+            "SGLANG_MOE_AUTOTUNE_DIR": str(self.work / "store"),
+            "SGLANG_MOE_AUTOTUNE_BUDGET_S": "3600",
+            "SGLANG_MOE_AUTOTUNE_COMPILE_PROCESSES": str(self.options.compile_processes),
+            **more,
+        }
+
+    def serve(self, name: str, **environ: str) -> Server:
+        self.probe.mkdir(exist_ok=True)
+        print(f"--- starting server {name}", flush=True)
+        flags = (*FLAGS, *self.options.flags)
+        server = Server(self.model, self.options.port, self.out / f"{name}.log", self.environ(**environ), flags)
+        self.findings["started_s"][name] = round(server.started_s, 2)
+        print(f"    healthy after {server.started_s:.1f} s", flush=True)
+        return server
+
+    def take_numbers(self, count: int) -> int:
+        self._numbers += count
+        return self._numbers - count
+
+    def ask(self, command: str, timeout_s: float = 60.0) -> Any:
+        """Give the probe a command and wait for its answer. Raises RuntimeError without one, or with a fault in it."""
+        answer = self.probe / f"{command}.json"
+        (self.probe / f"{command}.ask").touch()
+        end = time.monotonic() + timeout_s
+        while not answer.exists():
+            if time.monotonic() > end:
+                raise RuntimeError(f"the probe gave no answer to {command} within {timeout_s:.0f} s")
+            time.sleep(0.05)
+        told = json.loads(answer.read_text())
+        if "error" in told:
+            raise RuntimeError(f"the probe could not do {command}: {told['error']}")
+        return told
+
+    def events(self) -> list[tuple[int, int, int, int]]:
+        time.sleep(0.5)  # the probe writes five times a second
+        return [e for path in sorted(self.probe.glob("*.events")) for e in probe.decode(path.read_bytes())]
+
+    def switch(self, server: Server, *, tuning: bool) -> None:
+        """By request, and looked at: a switch that does nothing would compare off with off."""
+        level = 2 if tuning else 1
+        answer = server.post("/set_internal_state", {"server_args": {"moe_autotune": level}})
+        told = server.get("/server_info")["internal_states"][0]["moe_autotune"]["switch"]
+        if told != ("on" if tuning else "rows"):
+            raise RuntimeError(f"the switch says {told!r} after {level} was asked for: {answer}")
+
+
+def queue_length(server: Server) -> int:
+    found: int = server.get("/server_info")["internal_states"][0]["moe_autotune"]["queue"]
+    return found
+
+
+def live_parts(bench: Bench, parts: Sequence[str]) -> None:
+    """ttft, steady and micro, in one server."""
+    with bench.serve("tuning") as server:
+        run_live(bench, server, parts)
+    shutil.make_archive(str(bench.out / "store"), "gztar", bench.work / "store")  # for --part startup --store
+
+
+def run_live(bench: Bench, server: Server, parts: Sequence[str]) -> None:
+    options = bench.options
+    client = Client(options.port)
+    for _ in range(3):  # what a first request costs is no matter of tuning
+        client.stream(bench.take_numbers(1), 24, 8)
+    if "ttft" in parts:
+        time.sleep(options.warm_s)
+        bench.findings["warmed"] = server.get("/server_info")["internal_states"][0]["moe_autotune"]
+    bench.switch(server, tuning=False)
+    before = bench.ask("memory-before")
+    if "ttft" in parts:
+        bench.ask("forget-first")
+        run_sparse(bench, server, client)
+    if "steady" in parts:
+        run_steady(bench, server, client)
+    if "micro" in parts:
+        bench.switch(server, tuning=False)
+        bench.findings["micro"] = bench.ask("micro-1")
+        bench.checks += micro_checks(bench.findings["micro"])
+    after = bench.ask("memory-after")
+    bench.findings["memory"] = {"before": before, "after": after}
+    grown = (before["free"] - after["free"]) / 2**20
+    bench.checks.append(Check("device memory, by the driver's count", "stated", f"{grown:+.0f} MiB", True))
+    log = server.text()
+    faults = [line for line in log.splitlines() if "MoE autotune failed" in line or "Traceback" in line]
+    bench.checks.append(Check("faults in the server's log", "0", str(len(faults)), not faults))
+
+
+def run_sparse(bench: Bench, server: Server, client: Client) -> None:
+    options = bench.options
+    requests: list[Request] = []
+    begun = time.monotonic_ns()
+    on_spans = []
+    for turn in range(options.turns):
+        for tuning in (turn % 2 == 0, turn % 2 == 1):  # a drift meets both alike
+            if tuning and queue_length(server) < FEW_LEFT:
+                bench.ask(f"forget-{turn}")
+            bench.switch(server, tuning=tuning)
+            time.sleep(0.3)
+            first = bench.take_numbers(10_000)
+            at = time.monotonic_ns()
+            requests += sparse_turn(client, turn, tuning=tuning, first=first, options=options)
+            if tuning:
+                on_spans.append((at, time.monotonic_ns()))
+        print(f"    turn {turn + 1} of {options.turns}: {len(requests)} requests", flush=True)
+    events = [e for e in bench.events() if e[1] >= begun]
+    sent = {value: at for kind, at, _, value in events if kind == probe.SENT and value >= 0}
+    received = {value: at for kind, at, _, value in events if kind == probe.RECEIVED and value >= 0}
+    requests = [
+        r._replace(sent_ns=sent.get(r.number, 0), received_ns=received.get(r.number, 0)) for r in requests
+    ]
+    passes = [e for e in events if e[0] == probe.SLICE]
+    slices = Slices((begin, end) for _, begin, end, _ in passes)
+    learned = [e for e in events if e[0] == probe.LEARNED]
+    figures = added_latency(requests, slices)
+    figures["passes"] = slices_by_m(passes, 500.0)
+    figures["busy_share_of_on_turns"] = [slices.busy_share(*span) for span in on_spans]
+    figures["learned"] = {"records": len(learned), "faster": sum(value for *_, value in learned)}
+    figures["slices_while_a_batch_ran"] = sum(e[0] == probe.INTRUDED for e in events)
+    figures["times_ms"] = [
+        [r.turn, r.tuning, r.ttft_ms, r.wait_ms if r.received_ns and r.sent_ns else None,
+         bool(r.sent_ns) and slices.running_at(r.sent_ns)] for r in requests
+    ]  # fmt: skip
+    bench.findings["ttft"] = figures
+    bench.checks += latency_checks(figures, len(learned))
+    count = figures["slices_while_a_batch_ran"]
+    bench.checks.append(Check("slices while a batch was on the GPU", "0", str(count), count == 0))
+
+
+def run_steady(bench: Bench, server: Server, client: Client) -> None:
+    options = bench.options
+    steady_turn(client, bench.take_numbers(100_000), argparse.Namespace(**{**vars(options), "steady_s": 3.0}))
+    turns: dict[bool, list[dict[str, Any]]] = {True: [], False: []}
+    for turn in range(options.turns):
+        for tuning in (turn % 2 == 0, turn % 2 == 1):
+            bench.switch(server, tuning=tuning)
+            turns[tuning].append(steady_turn(client, bench.take_numbers(100_000), options))
+    found: dict[str, Any] = {"on": turns[True], "off": turns[False]}
+    for name, label in (("tokens_s", "throughput"), ("itl_mean_ms", "inter-token latency")):
+        found[label] = ratio([t[name] for t in turns[True]], [t[name] for t in turns[False]])
+        bench.checks.append(within(f"steady load, {label}", found[label], 0.005))
+    bench.findings["steady"] = found
+
+
+def micro_checks(found: dict[str, Any]) -> list[Check]:
+    checks = []
+    for state, cost in found.get("idle_ns", {}).items():
+        extra = (cost["hooked"] - cost["stock"]) / 1e3
+        checks.append(Check(f"idle pass, {state}", "<= 5 us", f"{extra:.2f} us", extra <= 5))
+    look = found["lookup_ns"]
+    share = look["hooked hit"] / look["stock on the same M"]
+    checks.append(Check("lookup, hit against stock", "<= 1.0x", f"{share:.2f}x", share <= 1.0))
+    extra = (look["hooked miss"] - look["stock on a miss"]) / 1e3
+    checks.append(Check("lookup, miss against stock", "<= +2 us", f"{extra:+.2f} us", extra <= 2))
+    return checks
+
+
+def startup(bench: Bench) -> None:
+    """Starts with and without the plugin: an empty Triton cache, a full one, and our store without a cache."""
+    from sglang_moe_autotune import store  # noqa: PLC0415 - of this checkout, where it is not installed
+
+    stock = {"SGLANG_PLUGINS": "serving_probe", "SERVING_PROBE_STOCK": "1"}
+    rows: dict[str, float] = {}
+    stored = sum(len(store.read(e.path).records) for e in store.environments(bench.work / "store") if e.environment)
+    bench.findings["startup_records"] = stored
+    for name in bench.options.start or STARTS:
+        who, _, state = name.partition("-")
+        cache = bench.work / ("triton_stock" if who == "stock" else "triton_plugin")
+        if state != "warm":
+            shutil.rmtree(cache, ignore_errors=True)
+        environ = {"TRITON_CACHE_DIR": str(cache), **(stock if who == "stock" else {})}
+        if name == "plugin-cold":
+            environ["SGLANG_MOE_AUTOTUNE_DIR"] = str(bench.work / "store_cold")
+        with bench.serve(name, **environ) as server:
+            rows[name] = server.started_s
+        shutil.rmtree(bench.probe, ignore_errors=True)
+    bench.findings["startup_s"] = rows
+    for name, against in (("plugin-cold", "stock-cold"), ("plugin-warm", "stock-warm"),
+                          ("plugin-store-only", "stock-cold")):  # fmt: skip
+        if name in rows and against in rows:
+            extra = rows[name] - rows[against]
+            told = f"{extra:+.1f} s, {stored} records in the store"
+            bench.checks.append(Check(f"start, {name} - {against}", "<= 1 s", told, extra <= 1.0))
+
+
+def draw(findings: dict[str, Any], path: Path) -> str:
+    """The distributions of the time to first token as a PNG; says what it did, also where matplotlib is not there."""
+    times = findings.get("ttft", {}).get("times_ms", [])
+    if not times:
+        return "no plot: no sparse requests were measured"
+    try:
+        import matplotlib as mpl  # noqa: PLC0415 - not needed for the figures
+    except ImportError:
+        return f"no plot: matplotlib is not installed; {Path(__file__).name} --plot FILE draws one later"
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt  # noqa: PLC0415 - after use()
+
+    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4.2), sharey=True)
+    groups = {
+        "tuning off": [row for row in times if not row[1]],
+        "tuning on": [row for row in times if row[1]],
+        "on, met a slice": [row for row in times if row[1] and row[4]],
+    }
+    for axes, column, label in ((left, 2, "time to first token, ms"), (right, 3, "wait for the scheduler, ms")):
+        for name, rows in groups.items():
+            values = sorted(row[column] for row in rows if row[column] is not None)
+            shares = [(i + 1) / len(values) for i in range(len(values))]
+            axes.step(values, shares, where="post", label=f"{name} (n={len(values)})")
+        axes.set_xlabel(label)
+        axes.grid(alpha=0.3)
+    right.set_xscale("log")
+    left.set_ylabel("share of requests")
+    left.legend(loc="lower right", fontsize=8)
+    share = findings["ttft"]["share_met"]
+    figure.suptitle(f"Sparse requests; {100 * share:.0f} % of those with tuning on met a running slice", fontsize=10)
+    figure.tight_layout()
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+    return f"plot: {path}"
+
+
+def machine() -> dict[str, str]:
+    import torch  # noqa: PLC0415 - only for the versions
+    import triton  # noqa: PLC0415 - as above
+
+    return {
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "sglang": importlib.metadata.version("sglang"),
+        "python": sys.version.split()[0],
+    }
+
+
+def report(bench: Bench) -> None:
+    bench.findings["checks"] = [check._asdict() for check in bench.checks]
+    path = bench.out / "serving.json"
+    path.write_text(json.dumps(bench.findings, indent=1))
+    print(f"\n{bench.findings['machine']}")
+    for check in bench.checks:
+        print(f"[{'ok' if check.holds else 'MISSED'}] {check.name}: {check.measured} (target {check.target})")
+    print(f"figures: {path}\n{draw(bench.findings, bench.out / 'serving.png')}")
+
+
+def main(argv: Sequence[str] | None = None, make: Callable[[argparse.Namespace], Bench] = Bench) -> int:
+    parser = arguments()
+    options = parser.parse_args(argv)
+    if options.plot:
+        print(draw(json.loads(options.plot.read_text()), options.plot.with_suffix(".png")))
+        return 0
+    if options.out is None:
+        parser.error("--out is needed")
+    parts = options.part or ["ttft", "steady", "micro"]
+    bench = make(options)
+    bench.findings["machine"] = machine()
+    gc.disable()  # a collection of this process would look like a slow token
+    try:
+        if live := [part for part in parts if part != "startup"]:
+            live_parts(bench, live)
+        if "startup" in parts:
+            startup(bench)
+    finally:
+        gc.enable()
+        report(bench)
+        shutil.rmtree(bench.work, ignore_errors=True)
+    return 0 if bench.checks and all(check.holds for check in bench.checks) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

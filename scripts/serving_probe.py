@@ -1,0 +1,248 @@
+"""An observer beside the plugin, for ``bench_serving.py``: what a server does, on the clock that all processes share.
+
+As a SGLang plugin it writes events, four 64-bit numbers each, to ``SERVING_PROBE/<role>.events``: in the launcher
+when a request is handed to the scheduler, in the scheduler when it is received, when batches begin and end, and when
+an idle pass of the plugin did work. Commands lie as files in the same folder and are answered beside them.
+"""
+
+from __future__ import annotations
+
+import array
+import collections
+import importlib
+import inspect
+import json
+import multiprocessing
+import os
+import statistics
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+SLICE, RECEIVED, BATCH, RESULT, LEARNED, SENT, INTRUDED = 1, 2, 3, 4, 5, 6, 7
+"""kinds of events: (kind, begin_ns, end_ns, value)"""
+
+PREFIX = "bench-"
+"""of a request's id; a number follows"""
+
+_BLOCKS, _CALLS = 15, 1000
+_now = time.monotonic_ns
+_events: collections.deque[tuple[int, int, int, int]] = collections.deque()
+
+
+def number_of(rid: Any) -> int:
+    """The number of one of the bench's own requests, -1 for others (health probes)."""
+    text = str(rid)
+    return int(text.removeprefix(PREFIX)) if text.startswith(PREFIX) else -1
+
+
+def decode(text: bytes) -> list[tuple[int, int, int, int]]:
+    """The events of a file, in the order of their ends; a last one that was being written is left out."""
+    numbers = array.array("q")
+    numbers.frombytes(text[: len(text) // 32 * 32])
+    return list(zip(numbers[0::4], numbers[1::4], numbers[2::4], numbers[3::4], strict=True))
+
+
+def register() -> None:
+    """The entry point, in the launcher and in schedulers."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType  # noqa: PLC0415 - there is an SGLang here
+
+    folder = Path(os.environ["SERVING_PROBE"])
+    if multiprocessing.parent_process() is None:
+        tokenizer = "sglang.srt.managers.tokenizer_manager.TokenizerManager._send_one_request"
+        HookRegistry.register(tokenizer, _on_sent, HookType.BEFORE)
+        threading.Thread(target=_write, args=(folder / "launcher.events",), daemon=True).start()
+        return
+    if "sglang.srt.managers.scheduler" not in sys.modules:
+        return
+    scheduler = "sglang.srt.managers.scheduler.Scheduler"
+    HookRegistry.register(f"{scheduler}.process_input_requests", _on_received, HookType.BEFORE)
+    HookRegistry.register(f"{scheduler}.run_batch", _on_batch, HookType.BEFORE)
+    HookRegistry.register(f"{scheduler}.process_batch_result", _on_result, HookType.AFTER)
+    HookRegistry.register(f"{scheduler}.on_idle", _on_idle, HookType.BEFORE)
+    threading.Thread(target=_write, args=(folder / "scheduler.events",), daemon=True).start()
+    threading.Thread(target=_listen, args=(folder,), daemon=True).start()
+    if os.environ.get("SERVING_PROBE_STOCK") != "1":
+        _watch_plugin()
+
+
+def _write(path: Path) -> None:
+    with path.open("ab", buffering=0) as file:
+        while True:
+            time.sleep(0.2)
+            numbers = array.array("q")
+            while _events:
+                numbers.extend(_events.popleft())
+            file.write(numbers.tobytes())
+
+
+# -- what is observed ----------------------------------------------------------------------------------------------
+
+_running = {"batches": 0}
+
+
+def _on_sent(_manager: Any, request: Any, *_args: Any, **_kwargs: Any) -> None:
+    at = _now()
+    _events.append((SENT, at, at, number_of(getattr(request, "rid", ""))))
+
+
+def _on_received(_scheduler: Any, requests: Any, *_args: Any, **_kwargs: Any) -> None:
+    if requests:
+        at = _now()
+        for request in requests:
+            _events.append((RECEIVED, at, at, number_of(getattr(request, "rid", ""))))
+
+
+def _on_batch(_scheduler: Any, batch: Any, *_args: Any, **_kwargs: Any) -> None:
+    _running["batches"] += 1
+    at = _now()
+    _events.append((BATCH, at, at, len(batch.reqs)))
+
+
+def _on_result(_result: Any, _scheduler: Any, batch: Any, *_args: Any, **_kwargs: Any) -> None:
+    _running["batches"] -= 1
+    at = _now()
+    _events.append((RESULT, at, at, len(batch.reqs)))
+
+
+def _watch_plugin() -> None:
+    from sglang_moe_autotune.serving import Serving  # noqa: PLC0415 - schedulers only
+    from sglang_moe_autotune.store import Store  # noqa: PLC0415 - as above
+    from sglang_moe_autotune.tuner import Tuner  # noqa: PLC0415 - as above
+
+    idle, submit, add, make = Serving.idle, Store.submit, Tuner.add, Tuner.__init__
+
+    def watched_idle(self: Any, scheduler: Any) -> bool:
+        begin = _now()
+        worked = idle(self, scheduler)
+        if worked:
+            entry = getattr(self.tuner, "_current", None)
+            _events.append((SLICE, begin, _now(), 0 if entry is None else entry.M))
+            if _running["batches"]:
+                _events.append((INTRUDED, begin, _now(), _running["batches"]))
+        return worked
+
+    def watched_submit(self: Any, *args: Any, record: Any = None, **kwargs: Any) -> Any:
+        if record is not None:
+            _events.append((LEARNED, _now(), record.M, int(record.verdict == "faster")))
+        return submit(self, *args, record=record, **kwargs)
+
+    def watched_add(self: Any, shape: Any, M: int, baseline: Any) -> None:  # noqa: N803 - the field's name for it
+        _memory.setdefault("added", {})[shape, M] = baseline
+        add(self, shape, M, baseline)
+
+    def watched_make(self: Any, *args: Any, **kwargs: Any) -> None:
+        _memory.setdefault("made", (args, kwargs))
+        make(self, *args, **kwargs)
+
+    Serving.idle, Store.submit = watched_idle, watched_submit
+    Tuner.add, Tuner.__init__ = watched_add, watched_make
+
+
+# -- commands --------------------------------------------------------------------------------------------------------
+
+_memory: dict[str, Any] = {}
+_pending: collections.deque[tuple[str, Path]] = collections.deque()
+
+
+def _listen(folder: Path) -> None:
+    """A file ``NAME.ask`` is a command; its answer is ``NAME.json``."""
+    while True:
+        time.sleep(0.05)
+        for path in folder.glob("*.ask"):
+            command = path.stem
+            path.unlink()
+            if command.startswith("memory"):
+                torch = sys.modules["torch"]
+                free, total = torch.cuda.mem_get_info()
+                _answer(folder / command, {"free": free, "total": total})
+            else:
+                _pending.append((command, folder / command))
+
+
+def _answer(path: Path, value: Any) -> None:
+    temporary = path.with_suffix(".part")
+    temporary.write_text(json.dumps(value))
+    temporary.replace(path.with_suffix(".json"))
+
+
+def _on_idle(scheduler: Any, *_args: Any, **_kwargs: Any) -> None:
+    """Commands that belong on the serving thread."""
+    if _pending:
+        command, path = _pending.popleft()
+        try:
+            _answer(path, {"forget": forget, "micro": micro}[command.partition("-")[0]](scheduler))
+        except Exception as error:  # noqa: BLE001 - the server must not die of what asks it
+            _answer(path, {"error": f"{type(error).__name__}: {error}"})
+
+
+def forget(_scheduler: Any) -> dict[str, int]:
+    """A tuner that has learned nothing takes over, with every M that was ever met in its queue."""
+    from sglang_moe_autotune import plugin, tuner  # noqa: PLC0415 - schedulers only
+
+    serving = plugin.serving()
+    serving.tuner.abandon()
+    args, kwargs = _memory["made"]
+    fresh = tuner.Tuner(*args, **kwargs)
+    for (shape, m), baseline in list(_memory["added"].items()):
+        fresh.add(shape, m, baseline)
+    serving.budget.spent_until(0.0)
+    serving.tuner = fresh
+    return {"queued": len(fresh.snapshot().queue)}
+
+
+def turns(functions: dict[str, Callable[[], Any]]) -> dict[str, float]:
+    """Nanoseconds a call of each, the median of blocks made in turn."""
+    found: dict[str, list[float]] = {name: [] for name in functions}
+    for _ in range(_BLOCKS):
+        for name, function in functions.items():
+            begun = time.perf_counter_ns()
+            for _ in range(_CALLS):
+                function()
+            found[name].append((time.perf_counter_ns() - begun) / _CALLS)
+    return {name: statistics.median(values) for name, values in found.items()}
+
+
+def micro(scheduler: Any) -> dict[str, Any]:
+    """Costs of the hooks on the thread that serves: an idle pass with nothing to tune, and lookups."""
+    from sglang_moe_autotune import plugin, releases, tuner  # noqa: PLC0415 - schedulers only
+    from sglang_moe_autotune.layers import call_key  # noqa: PLC0415 - as above
+    from sglang_moe_autotune.shapes import ConfigPair, KernelConfig  # noqa: PLC0415 - as above
+
+    serving = plugin.serving()
+    hooked = type(scheduler).maybe_sleep_on_idle
+    stock = inspect.unwrap(hooked)
+    kept, asked = serving.tuner, serving.switch.asked
+    found: dict[str, Any] = {"calls": _BLOCKS * _CALLS, "sleeps": scheduler.idle_sleeper is not None}
+    if scheduler.idle_sleeper is None:
+        kept.abandon()
+        idle: dict[str, dict[str, float]] = {}
+        args, kwargs = _memory["made"]
+        for state, level in (("nothing left", "on"), ("switched off", "rows")):
+            serving.tuner, serving.switch.asked = tuner.Tuner(*args, **kwargs), level
+            passes = {"hooked": lambda: hooked(scheduler), "stock": lambda: stock(scheduler)}
+            idle[state] = turns(passes)
+        serving.tuner, serving.switch.asked = kept, asked
+        found["idle_ns"] = idle
+    shape = next(iter(_memory["added"]))[0]
+    look, plain = importlib.import_module(releases.LOOKUP.module).try_get_optimal_moe_config, releases.stock_lookup()
+    row = KernelConfig(32, 64, 64, 1, 4, 3)
+    hit, miss = 37, 39
+    common = {"block_shape": list(shape.block_shape) if shape.block_shape else None, "return_down_config": True}
+    arguments = (shape.w1_shape, shape.w2_shape, shape.top_k, shape.dtype)
+    serving.lookup.publish([(call_key(shape), hit, ConfigPair(row, row))])
+    try:
+        found["lookup_ns"] = turns({
+            "hooked hit": lambda: look(*arguments, hit, **common),
+            "stock on the same M": lambda: plain(*arguments, hit, **common),
+            "hooked miss": lambda: look(*arguments, miss, **common),
+            "stock on a miss": lambda: plain(*arguments, miss, **common),
+        })  # fmt: skip
+    finally:
+        serving.lookup.publish([(call_key(shape), hit, None)])
+    return found

@@ -1,0 +1,107 @@
+"""A bench whose first launches are marked, so that a death in one of them can be told from any other end. Pure."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol, TypeVar
+
+from sglang_moe_autotune.bench import Bench, Declined
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from sglang_moe_autotune.bench import BenchmarkProvider, Comparison, Readiness, Sample
+    from sglang_moe_autotune.shapes import ConfigPair, Gemm, KernelConfig, MoeShape
+
+_T = TypeVar("_T")
+
+_FIRST_STEPS = 8
+"""of a comparison: the hundreds of runs after them repeat what has run, and an end there is no fault of a launch"""
+
+
+class Marking(Protocol):
+    """Where the mark is made; see ``deaths.Mark``."""
+
+    def begin(self, what: str) -> None: ...
+    def end(self) -> None: ...
+    def fault(self) -> None: ...
+
+
+class MarkedProvider:
+    """Opens the benches of another provider, marked."""
+
+    def __init__(self, provider: BenchmarkProvider, mark: Marking) -> None:
+        self._provider, self._mark = provider, mark
+        self._bench: Bench | None = None
+
+    @property
+    def launch_us(self) -> float:
+        """Of the longer one of the baseline's two launches in the bench that was opened last; 0 where it is unknown."""
+        return self._bench.launch_us if self._bench is not None else 0.0
+
+    def open(self, shape: MoeShape, M: int, baseline: ConfigPair) -> Bench | str:  # noqa: N803
+        bench = self._provider.open(shape, M, baseline)
+        self._bench = None if isinstance(bench, str) else MarkedBench(bench, self._mark, f"{shape.slug} M={M}")
+        return bench if self._bench is None else self._bench
+
+
+class MarkedBench:
+    """See ``bench.Bench``. Marked are the set-up, the first measurement of each candidate, the first steps of each
+    comparison, and adopting."""
+
+    def __init__(self, bench: Bench, mark: Marking, where: str) -> None:
+        self._bench, self._mark, self._where = bench, mark, where
+        self._ran: set[tuple[Gemm, KernelConfig]] = set()
+        self._compared: dict[tuple[ConfigPair, int], int] = {}
+
+    def _first(self, what: str, step: Callable[[], _T]) -> _T:
+        self._mark.begin(f"{self._where} {what}")
+        try:
+            result = step()
+        except Declined:
+            self._mark.end()
+            raise
+        except BaseException:
+            self._mark.fault()
+            raise
+        self._mark.end()
+        return result
+
+    def prepare(self) -> bool:
+        return self._first("set-up", self._bench.prepare)
+
+    def readiness(self, gemm: Gemm, config: KernelConfig) -> Readiness:
+        return self._bench.readiness(gemm, config)
+
+    def reason(self, gemm: Gemm, config: KernelConfig) -> str:
+        return self._bench.reason(gemm, config)
+
+    def measure(self, gemm: Gemm, config: KernelConfig, count: int) -> list[Sample]:
+        if (gemm, config) in self._ran:
+            return self._bench.measure(gemm, config, count)
+        samples = self._first(f"{gemm} {config}", lambda: self._bench.measure(gemm, config, count))
+        self._ran.add((gemm, config))
+        return samples
+
+    def compare(self, pair: ConfigPair, case: int) -> Comparison | None:
+        steps = self._compared[pair, case] = self._compared.get((pair, case), 0) + 1
+        if steps > _FIRST_STEPS:
+            return self._bench.compare(pair, case)
+        return self._first(f"{pair} in case {case}", lambda: self._bench.compare(pair, case))
+
+    @property
+    def compare_cases(self) -> int:
+        return self._bench.compare_cases
+
+    def adopt(self, pair: ConfigPair) -> Readiness:
+        return self._first(f"{pair} adopted", lambda: self._bench.adopt(pair))
+
+    @property
+    def launch_us(self) -> float:
+        return self._bench.launch_us
+
+    @property
+    def gpu_s(self) -> float:
+        return self._bench.gpu_s
+
+    def close(self) -> None:
+        self._bench.close()

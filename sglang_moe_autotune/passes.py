@@ -1,0 +1,53 @@
+"""The passes of tuning in one process: how long the next one may be, how long each was, and the pause they cause."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+from sglang_moe_autotune import pace
+
+if TYPE_CHECKING:
+    import collections
+
+    from sglang_moe_autotune.marked import MarkedProvider
+
+logger = logging.getLogger("sglang.moe_autotune")
+
+
+class Passes:
+    """Told of every pass that worked; ``watch`` says when tuning must pause. Used by the serving thread alone."""
+
+    def __init__(self, slice_us: float) -> None:
+        self.watch = pace.Watch()
+        self.marked: MarkedProvider | None = None
+        """the benches that are open in this process; None: nothing is tuned"""
+        self.lengths_s: collections.deque[float] | None = None
+        """for whoever keeps a histogram, and empties it"""
+        self._slice_us = slice_us
+        self._window = 0
+
+    def requested(self) -> None:
+        """A request was served a moment ago: a new window begins with the next pass."""
+        self._window = 0
+
+    def begin(self, provider: Any) -> None:
+        """The first slices of a window are small: a request often comes soon after another."""
+        self._window += 1
+        if self._window in {1, pace.SMALL_SLICES + 1}:
+            share = pace.SMALL_SHARE if self._window == 1 else 1.0
+            provider.slice_us = share * self._slice_us
+
+    def end(self, taken_s: float, now: float, *, launched: bool, watched: bool = True) -> None:
+        """Note how long a pass kept the scheduler: what a request may have waited for.
+
+        Not watched: a recording keeps no request waiting, and its passes are as long as the simulation takes.
+        """
+        if self.lengths_s is not None:
+            self.lengths_s.append(taken_s)
+        if not watched:
+            return
+        launch_us = self.marked.launch_us if self.marked is not None else 0.0
+        bound_us = pace.bound_us(launch_us, self._slice_us, launched=launched)
+        if (pause := self.watch.observe(taken_s * 1e6, bound_us, now)) is not None and self.watch.pauses == 1:
+            logger.warning("MoE autotune %s, the last one %s. Status shows later pauses.", pause.reason, pause.longest)

@@ -1,0 +1,155 @@
+"""What the serving bench needs of a server and of its probe, without a GPU: a loop that serves one request at a time
+and, while tuning is on, is busy with slices of a known length in between."""
+
+from __future__ import annotations
+
+import array
+import json
+import queue
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import TYPE_CHECKING, Any
+
+import bench_serving
+import serving_probe as probe
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+PIECE_S = 0.002
+GRACE_NS = 60_000_000
+
+
+class StandIn:
+    """A server whose slices take ``slice_s``; ``rude``: it also begins one while a request runs."""
+
+    started_s = 1.0
+
+    def __init__(self, port: int, folder: Path, *, slice_s: float, rude: bool = False, learns: bool = True) -> None:
+        self.folder, self.slice_s, self.rude, self.learns = folder, slice_s, rude, learns
+        self.level, self.asked = 2, 0
+        self.events: list[tuple[int, int, int, int]] = []
+        self.inbox: queue.Queue[tuple[int, int, queue.Queue[bytes | None]]] = queue.Queue()
+        self.ended = threading.Event()
+        owner = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def log_message(self, *_: Any) -> None: ...
+
+            def do_GET(self) -> None:
+                self.answer({"internal_states": [{"moe_autotune": owner.told()}]})
+
+            def do_POST(self) -> None:
+                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                if self.path == "/set_internal_state":
+                    owner.level = body["server_args"]["moe_autotune"]
+                    self.answer([True])
+                    return
+                number, pieces = probe.number_of(body["rid"]), queue.Queue[bytes | None]()
+                at = time.monotonic_ns()
+                owner.events.append((probe.SENT, at, at, number))
+                owner.inbox.put((number, body["sampling_params"]["max_new_tokens"], pieces))
+                self.send_response(200)
+                self.end_headers()
+                while (piece := pieces.get()) is not None:
+                    self.wfile.write(piece)
+                    self.wfile.flush()
+                self.wfile.write(b"data: [DONE]\n\n")
+
+            def answer(self, value: Any) -> None:
+                self.send_response(200)
+                self.end_headers()
+                self.wfile.write(json.dumps(value).encode())
+
+        self.http = ThreadingHTTPServer(("127.0.0.1", port), Handler)
+        self.port = self.http.server_address[1]
+        self.threads = [threading.Thread(target=f) for f in (self.http.serve_forever, self.loop, self.obey)]
+        for thread in self.threads:
+            thread.start()
+
+    def told(self) -> dict[str, Any]:
+        return {"switch": ["off", "rows", "on"][self.level], "queue": 99}
+
+    def loop(self) -> None:
+        rested_ns = 0
+        while not self.ended.is_set():
+            try:
+                number, count, pieces = self.inbox.get(timeout=0.0002)
+            except queue.Empty:
+                if self.level == 2 and time.monotonic_ns() > rested_ns:
+                    self.slice()
+                continue
+            at = time.monotonic_ns()
+            self.events.append((probe.RECEIVED, at, at, number))
+            for _ in range(count):
+                time.sleep(PIECE_S)
+                pieces.put(b"data: {}\n\n")
+            if self.rude and self.level == 2:
+                self.slice()
+                time.sleep(0.005)
+            pieces.put(None)
+            rested_ns = time.monotonic_ns() + GRACE_NS
+
+    def slice(self) -> None:
+        begin = time.monotonic_ns()
+        time.sleep(self.slice_s)
+        self.events.append((probe.SLICE, begin, time.monotonic_ns(), 64))
+        if self.learns and len(self.events) % 5 == 0:
+            self.events.append((probe.LEARNED, begin, 64, 1))
+
+    def obey(self) -> None:
+        written = 0
+        while not self.ended.wait(0.05):
+            numbers = array.array("q")
+            fresh = self.events[written:]
+            written += len(fresh)
+            for event in fresh:
+                numbers.extend(event)
+            with (self.folder / "scheduler.events").open("ab") as file:
+                file.write(numbers.tobytes())
+            for path in self.folder.glob("*.ask"):
+                path.unlink()
+                self.asked += 1
+                value: Any = {"free": 10 << 30, "total": 100 << 30}
+                if path.stem.startswith("micro"):
+                    value = {
+                        "idle_ns": {"nothing left": {"hooked": 2500.0, "stock": 100.0}},
+                        "lookup_ns": {"hooked hit": 900.0, "stock on the same M": 1000.0,
+                                      "hooked miss": 3500.0, "stock on a miss": 1000.0},
+                    }  # fmt: skip
+                probe._answer(self.folder / path.stem, value)
+
+    def text(self) -> str:
+        return "all is well"
+
+    def get(self, path: str) -> Any:
+        return {"internal_states": [{"moe_autotune": self.told()}]}
+
+    def post(self, path: str, body: dict[str, Any]) -> Any:
+        self.level = body["server_args"]["moe_autotune"]
+        return [True]
+
+    def __enter__(self) -> StandIn:  # noqa: PYI034 - Self is in typing from Python 3.11 on
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.ended.set()
+        self.http.shutdown()
+        self.http.server_close()
+        for thread in self.threads:
+            thread.join()
+
+
+class StandInBench(bench_serving.Bench):
+    """The bench on a stand-in, which it leaves behind as ``stand_in``."""
+
+    how: dict[str, Any] = {"slice_s": 0.001}  # noqa: RUF012 - replaced whole by each test
+
+    def serve(self, name: str, **environ: str) -> Any:
+        self.probe.mkdir(exist_ok=True)
+        (self.work / "store").mkdir(exist_ok=True)
+        server = StandIn(0, self.probe, **self.how)
+        self.options.port = server.port
+        self.findings["started_s"][name] = server.started_s
+        return server

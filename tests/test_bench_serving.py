@@ -1,0 +1,257 @@
+"""The serving bench: its statistics on samples whose answer is known, and whole runs on a stand-in for the server."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "scripts"))
+
+import bench_figures as figures
+import bench_serving
+import serving_probe as probe
+from bench_figures import Request, Slices
+from stand_in_server import StandInBench
+
+if TYPE_CHECKING:
+    from scheduler_process import SchedulerProcess
+
+MS = 1_000_000
+
+
+# -- figures ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("values", "q", "found"),
+    [([3.0], 0.99, 3.0), ([1.0, 2.0, 3.0], 0.5, 2.0), ([1.0, 2.0], 0.5, 1.5), ([5.0, 1.0, 3.0], 1.0, 5.0)],
+)
+def test_a_quantile_is_interpolated(values: list[float], q: float, found: float) -> None:
+    assert figures.quantile(values, q) == found
+
+
+def test_no_values_have_no_quantile() -> None:
+    with pytest.raises(ValueError, match="needs values"):
+        figures.quantile([], 0.5)
+
+
+def test_the_interval_of_a_difference_covers_the_truth_about_as_often_as_it_says() -> None:
+    covered = 0
+    for seed in range(40):
+        draw = random.Random(seed)  # noqa: S311 - no secret
+        off = [draw.gauss(10, 1) for _ in range(60)]
+        on = [draw.gauss(10.5, 1) for _ in range(60)]
+        found = figures.difference(on, off, lambda values: figures.quantile(values, 0.5), seed)
+        assert found["low"] <= found["value"] <= found["high"]
+        covered += found["low"] <= 0.5 <= found["high"]
+    assert covered >= 34
+
+
+def test_a_ratio_is_that_of_pairs_so_that_a_drift_cancels() -> None:
+    off = [100.0, 200.0, 400.0]
+    found = figures.ratio([value * 1.01 for value in off], off)
+    assert all(math.isclose(found[name], 0.01, rel_tol=1e-9) for name in ("value", "low", "high"))
+    with pytest.raises(ValueError, match="zip"):
+        figures.ratio([1.0], [1.0, 2.0])
+
+
+def test_a_request_meets_a_slice_from_its_begin_to_its_end() -> None:
+    slices = Slices([(300, 400), (100, 200)])
+    met = [at for at in (99, 100, 199, 200, 250, 300, 399, 400) if slices.running_at(at)]
+    assert met == [100, 199, 300, 399]
+    assert slices.begun_within(100, 300) == 1
+    assert slices.begun_within(0, 1000) == 2
+    assert slices.busy_share(0, 400) == 0.5
+    assert slices.busy_share(150, 350) == 0.5
+
+
+def request(number: int, tuning: bool, asked_ms: float, first_ms: float, sent_ms: float, received_ms: float) -> Request:
+    times = [int(t * MS) for t in (asked_ms, first_ms, first_ms + 1, sent_ms, received_ms)]
+    return Request(number, 0, tuning, *times)
+
+
+def test_added_latency_tells_those_that_met_a_slice_from_the_rest() -> None:
+    off = [request(i, False, 100 * i, 100 * i + 10, 100 * i + 1, 100 * i + 1.1) for i in range(10)]
+    late = [request(10 + i, True, 5000 + 100 * i, 5010.5 + 100 * i, 5001 + 100 * i, 5001.6 + 100 * i) for i in range(4)]
+    free = [request(20 + i, True, 9000 + 100 * i, 9010 + 100 * i, 9001 + 100 * i, 9001.1 + 100 * i) for i in range(6)]
+    slices = Slices([(int(r.sent_ns - 0.2 * MS), int(r.sent_ns + 0.5 * MS)) for r in late])
+    found = figures.added_latency([*off, *late, *free], slices)
+    assert found["requests"] == {"on": 10, "off": 10}
+    assert (found["met_a_slice"], found["share_met"]) == (4, 0.4)
+    assert found["slices_begun_while_a_request_ran"] == 0
+    assert math.isclose(found["ttft"]["added_ms"]["p50"]["value"], 0.0, abs_tol=1e-6)
+    assert math.isclose(found["ttft"]["added_ms"]["max"]["value"], 0.5, abs_tol=1e-6)
+    assert math.isclose(found["wait_of_those_that_met"]["added_ms"]["p50"]["value"], 0.5, abs_tol=1e-6)
+    checks = {check.name: check.holds for check in figures.latency_checks(found, learned=1)}
+    assert all(checks.values())
+    assert not all(check.holds for check in figures.latency_checks(found, learned=0))
+
+
+def test_a_slice_that_begins_while_a_request_runs_is_counted() -> None:
+    one = request(1, True, 0, 10, 1, 1.5)
+    found = figures.added_latency([one, one._replace(tuning=False)], Slices([(5 * MS, 6 * MS), (20 * MS, 21 * MS)]))
+    assert found["slices_begun_while_a_request_ran"] == 2  # once for each of the two requests
+
+
+def test_passes_are_told_by_m_with_those_longer_than_a_slice() -> None:
+    spans = [(probe.SLICE, 0, int(us * 1000), m) for us, m in ((400, 64), (600, 64), (2500, 2048), (10, 0))]
+    rows = {row["M"]: row for row in figures.slices_by_m(spans, 500)}
+    assert [(m, row["passes"], row["longer_than_a_slice"], row["longer_than_2_ms"]) for m, row in rows.items()] == [
+        (0, 1, 0, 0), (64, 2, 1, 0), (2048, 1, 1, 1),
+    ]  # fmt: skip
+
+
+# -- the bench ----------------------------------------------------------------------------------------------------
+
+
+def test_arrivals_are_the_same_on_and_off_and_come_at_the_rate() -> None:
+    arrivals = [bench_serving.arrivals(2.0, 30, seed) for seed in range(50)]
+    assert bench_serving.arrivals(2.0, 30, 7) == arrivals[7] != arrivals[8]
+    count = sum(map(len, arrivals))
+    assert 2700 < count < 3300
+    assert bench_serving.prompt(1, 24) == bench_serving.prompt(1, 24) != bench_serving.prompt(2, 24)
+
+
+@pytest.mark.parametrize(
+    ("text", "events"),
+    [
+        pytest.param(b"", [], id="nothing"),
+        pytest.param((5).to_bytes(8, "little") * 4, [(5, 5, 5, 5)], id="one"),
+        pytest.param((5).to_bytes(8, "little") * 7, [(5, 5, 5, 5)], id="one and the beginning of another"),
+    ],
+)
+def test_events_are_read_up_to_the_one_that_is_being_written(text: bytes, events: list[Any]) -> None:
+    assert probe.decode(text) == events
+
+
+def run(folder: Path, *more: str, **how: Any) -> tuple[int, dict[str, Any]]:
+    StandInBench.how = {"slice_s": 0.001, **how}
+    line = ["--out", str(folder), "--warm-s", "0", "--turns", "2", "--turn-s", "3", "--rate", "4",
+            "--steady-s", "0.4", "--streams", "2", *more]  # fmt: skip
+    code = bench_serving.main(line, make=StandInBench)
+    return code, json.loads((folder / "serving.json").read_text())
+
+
+def held(found: dict[str, Any]) -> dict[str, bool]:
+    return {check["name"]: check["holds"] for check in found["checks"]}
+
+
+def test_a_run_on_a_stand_in_measures_its_slices(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _, found = run(tmp_path, "--part", "ttft", "--part", "micro")
+    ttft, checks = found["ttft"], held(found)
+    assert ttft["requests"]["on"] == ttft["requests"]["off"] > 10
+    assert checks["the run counts: requests that met a slice"]
+    assert checks["the run counts: rows learned in it"]
+    assert checks["slices begun while a request ran"]
+    assert 0.2 < ttft["wait_of_those_that_met"]["added_ms"]["p50"]["value"] < 5
+    assert found["memory"]["before"]["free"] == 10 << 30
+    assert checks["lookup, hit against stock"]
+    assert not checks["lookup, miss against stock"]
+    assert checks["idle pass, nothing left"]
+    assert "[MISSED] lookup, miss against stock: +2.50 us" in capsys.readouterr().out
+
+
+def test_slices_beside_requests_and_a_run_that_learns_nothing_are_found_out(tmp_path: Path) -> None:
+    code, found = run(tmp_path, "--part", "ttft", rude=True, learns=False)
+    assert code == 1
+    assert not held(found)["slices begun while a request ran"]
+    assert not held(found)["the run counts: rows learned in it"]
+
+
+def test_steady_load_is_compared_turn_by_turn(tmp_path: Path) -> None:
+    _, found = run(tmp_path, "--part", "steady")
+    steady = found["steady"]
+    assert len(steady["on"]) == len(steady["off"]) == 2
+    assert abs(steady["throughput"]["value"]) < 0.5
+    assert steady["throughput"]["low"] <= steady["throughput"]["value"] <= steady["throughput"]["high"]
+    assert all(turn["pieces"] > 10 for turn in steady["on"])
+
+
+def test_a_probe_that_reports_a_fault_ends_the_run_with_its_word(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answer = probe._answer
+    monkeypatch.setattr(probe, "_answer", lambda path, _: answer(path, {"error": "KeyError: planted"}))
+    with pytest.raises(RuntimeError, match="could not do memory-before: KeyError: planted"):
+        run(tmp_path, "--part", "steady")
+
+
+def test_without_a_folder_it_says_what_is_missing(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        bench_serving.main([])
+    assert "--out is needed" in capsys.readouterr().err
+
+
+# -- the probe inside SGLang --------------------------------------------------------------------------------------
+
+
+def timed_hooks() -> dict[str, object]:
+    """The part ``micro`` where there is no GPU: real hooks, a device that is a recording."""
+    import importlib  # noqa: PLC0415 - this runs in the other process
+    from types import SimpleNamespace  # noqa: PLC0415
+
+    import serving_probe  # noqa: PLC0415
+    from replayed_serving import SMALL, replayed_serving  # noqa: PLC0415
+    from sglang.srt.managers.scheduler import Scheduler  # noqa: PLC0415
+    from sglang.srt.runtime_context import get_context  # noqa: PLC0415
+
+    from sglang_moe_autotune import plugin, releases, tuner  # noqa: PLC0415
+
+    server_args = get_context().override_server_args().install()
+    config = importlib.import_module(releases.LOOKUP.module)
+    config.get_device_name = lambda *_: "NVIDIA H200"
+    serving_probe._watch_plugin()
+    serving = plugin.serving()
+    made = replayed_serving(deferred=None)
+    base = made.tuner
+    kwargs = {"clock": base._clock, "space": base._space}
+    serving.watch.observe = lambda *_: None  # a recording is slower than a GPU, and would make tuning pause
+    serving.tuner = tuner.Tuner(base._provider, base._sink, base._prior, base.options, **kwargs)
+    for (shape, m), entry in base._agenda.entries.items():
+        serving.tuner.add(shape, m, entry.baseline)
+    serving.lookup.take_seen(99)
+    serving._last_request_s -= 1000
+
+    class Stub:
+        maybe_sleep_on_idle = Scheduler.maybe_sleep_on_idle
+        _engine_paused = False
+        idle_sleeper = None
+
+        def __init__(self) -> None:
+            self.server_args = server_args
+            self.weight_updater = SimpleNamespace(offload_tags=set(), _session=None)
+            self.profiler_manager = SimpleNamespace(profile_in_progress=False)
+
+    stub = Stub()
+    for _ in range(50):
+        stub.maybe_sleep_on_idle()
+    slices = [e for e in serving_probe._events if e[0] == serving_probe.SLICE]
+    found = serving_probe.micro(stub)
+    left = serving.tuner.snapshot().queue
+    forgotten = serving_probe.forget(stub)
+    serving.tuner = None
+    return {
+        "slices": len(slices), "in_order": all(b <= e for _, b, e, _ in slices), "micro": found,
+        "switch": serving.switch.level, "left": len(left), "forgotten": forgotten["queued"], "M": SMALL.slug,
+    }  # fmt: skip
+
+
+@pytest.mark.sglang
+def test_the_probe_sees_slices_and_times_the_hooks_in_a_scheduler(scheduler: SchedulerProcess) -> None:
+    scheduler.run_source(
+        f"def path():\n    import sys\n    sys.path.insert(0, {str(Path(bench_serving.__file__).parent)!r})\n", "path"
+    )
+    told = scheduler.run(timed_hooks)
+    assert told["slices"] > 20
+    assert told["in_order"]
+    assert told["forgotten"] == 3 >= told["left"]
+    assert told["switch"] == "on"
+    for cost in told["micro"]["idle_ns"].values():
+        assert 0 < cost["stock"] < cost["hooked"]
+    assert all(value > 0 for value in told["micro"]["lookup_ns"].values())

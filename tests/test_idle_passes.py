@@ -1,0 +1,544 @@
+"""What a scheduler's idle passes do, in SGLang's own idle method with stub pools and a clock that stands still."""
+# ruff: noqa: PLC0415 - what runs in the other process imports there
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sglang_moe_autotune import idle_time
+from sglang_moe_autotune.idle_time import IdleTime
+
+if TYPE_CHECKING:
+    from scheduler_process import SchedulerProcess
+
+LIMITS = Path(__file__).parent.parent / "docs" / "limits.md"
+
+
+def prepare() -> None:
+    """``world.Scheduler()``: SGLang's ``on_idle`` and all it calls of the class, over stub parts, with a fake clock."""
+    import builtins
+    from types import SimpleNamespace
+
+    from sglang.srt.managers import scheduler as module
+    from sglang.srt.runtime_context import get_context
+
+    from sglang_moe_autotune import plugin, serving
+
+    server_args = get_context().override_server_args().install()
+    clock = SimpleNamespace(now=1000.0)
+    serving.time = SimpleNamespace(monotonic=lambda: clock.now, perf_counter=lambda: clock.now, time=lambda: clock.now)
+
+    class Tuner:
+        """Counts steps; each takes ``takes_s`` of the clock."""
+
+        def __init__(self, result: str = "worked", takes_s: float = 0.0004) -> None:
+            self.result, self.takes_s, self.gpu_s = result, takes_s, 0.0
+            self.steps: list[bool] = []
+            self.abandoned = 0
+
+        def step(self, deep_idle: bool) -> str:
+            self.steps.append(deep_idle)
+            clock.now += self.takes_s
+            self.gpu_s += self.takes_s if self.result == "worked" else 0.0
+            return self.result
+
+        def abandon(self) -> None:
+            self.abandoned += 1
+
+        def add(self, *_: object) -> None: ...
+        def heat(self, *_: object) -> None: ...
+
+    absent = {"weight_updater", "ipc_channels", "tp_worker", "rust_server", "offload_tags", "_session"}
+
+    class Parts:
+        """Stands for every part of a scheduler that the idle method calls: it, and anything of it, can be called."""
+
+        def __call__(self, *_: object, **__: object) -> object:
+            return Parts()
+
+        def __bool__(self) -> bool:
+            return False
+
+        def __enter__(self) -> object:
+            return self
+
+        def __exit__(self, *_: object) -> None: ...
+
+        def __getattr__(self, name: str) -> object:
+            if name.startswith("__"):
+                raise AttributeError(name)
+            return (lambda *_, **__: (False, [])) if name == "_check_all_pools" else Parts()
+
+    class Scheduler:
+        """The methods of SGLang's class that an idle pass runs through; its attributes are stubs."""
+
+        def __init__(self, **changes: object) -> None:
+            self.server_args = SimpleNamespace(**{**vars(server_args), **changes}) if changes else server_args
+            self._engine_paused = False
+            self.weight_updater = SimpleNamespace(offload_tags=set(), _session=None)
+            self.profiler_manager = SimpleNamespace(profile_in_progress=False)
+            self.slept, self.idle, self._last_stall_publish_ts = 0, True, 0.0
+            self.idle_sleeper = SimpleNamespace(maybe_sleep=self._sleep)
+            self.enable_unified_memory = self.enable_hisparse = False
+
+        def _sleep(self) -> None:
+            self.slept += 1
+
+        def is_fully_idle(self, for_health_check: bool = False) -> bool:
+            return self.idle
+
+        def __getattr__(self, name: str) -> object:
+            if name in absent or name.startswith("metrics_collector"):
+                raise AttributeError(name)
+            return Parts()
+
+        maybe_sleep_on_idle = module.Scheduler.maybe_sleep_on_idle
+        on_idle = module.Scheduler.on_idle
+        publish_load_snapshot = lambda *_, **__: None  # noqa: E731
+
+    def fresh(**changes: object) -> object:
+        """A plugin state that has just been made, as this process's own."""
+        from sglang_moe_autotune.settings import Settings
+
+        state = serving.Serving(Settings(**changes), plugin.hooks_in_place)
+        state._last_request_s = clock.now - 1000
+        state.tuner = Tuner()
+        plugin._serving = state
+        for fence in plugin._FENCES.values():
+            fence.broken = False
+        return state
+
+    builtins.world = SimpleNamespace(  # type: ignore[attr-defined]
+        Scheduler=Scheduler, Tuner=Tuner, clock=clock, fresh=fresh, plugin=plugin, module=module
+    )
+
+
+@pytest.fixture(scope="module")
+def world(scheduler: SchedulerProcess) -> SchedulerProcess:
+    scheduler.run(prepare)
+    return scheduler
+
+
+# -- standing aside -----------------------------------------------------------------------------------------------
+
+
+def aside(name: str) -> list[object]:
+    """Slices of ten idle passes under a condition, then of ten after it ended; SGLang's sleeps; the reason."""
+    import builtins
+    import os
+
+    from sglang_moe_autotune import releases
+
+    world = builtins.world  # type: ignore[attr-defined]
+    state = world.fresh()
+    flags = {
+        "pipeline parallelism": {"pp_size": 2}, "data parallelism": {"dp_size": 2},
+        "several nodes": {"nnodes": 2},
+        "DP attention": {"dp_size": 2, "enable_dp_attention": True},
+        "LoRA": {"enable_lora": True}, "disaggregation": {"disaggregation_mode": "decode"},
+        "fused all-reduce": {"enable_fused_moe_sum_all_reduce": True},
+    }  # fmt: skip
+    scheduler = world.Scheduler(**flags.get(name, {}))
+    # the object, the attribute, its value while the condition holds; None: it is not there
+    held = {
+        "paused": (scheduler, "_engine_paused", True),
+        "released": (scheduler.weight_updater, "offload_tags", {"weights"}),
+        "released, 0.5.11": (scheduler, "weight_updater", None),
+        "updating": (scheduler.weight_updater, "_session", object()),
+        "profiling": (scheduler.profiler_manager, "profile_in_progress", True),
+        "capturing": (releases, "capturing", lambda: True),
+        "switched off": (state.switch, "asked", "off"),
+        "died": (state, "died", "2 processes died"),
+        "budget": (state.budget, "_left", -1.0),
+        "not fully idle": (scheduler, "idle", False),
+    }
+    owner, attribute, value = held.get(name, (scheduler, "idle", True))
+    kept = getattr(owner, attribute)
+    if value is None:
+        delattr(owner, attribute)
+        scheduler.offload_tags = {"kv_cache"}
+    else:
+        setattr(owner, attribute, value)
+    if name == "crash on late loads":
+        os.environ["SGLANG_CRASH_ON_TRITON_LOAD_AFTER_READY"] = "1"
+    tuner = state.tuner
+    for _ in range(10):
+        scheduler.on_idle()
+    during, slept, reason, abandoned = len(tuner.steps), scheduler.slept, state.reason, tuner.abandoned
+    setattr(owner, attribute, 100.0 if name == "budget" else kept)
+    os.environ.pop("SGLANG_CRASH_ON_TRITON_LOAD_AFTER_READY", None)
+    for _ in range(10):
+        scheduler.on_idle()
+    return [during, slept, reason, len(tuner.steps) - during, abandoned]
+
+
+FOR_A_TIME = {
+    "paused": "the engine is paused",
+    "released": "weights or caches are released",
+    "released, 0.5.11": "weights or caches are released",
+    "updating": "weights are being updated",
+    "profiling": "the profiler is on",
+    "capturing": "graphs are being captured",
+    "switched off": "switched to 'off' by a request",
+    "died": "2 processes died",
+    "budget": "this hour's 600 GPU seconds are spent",
+}
+FOR_GOOD = {
+    "pipeline parallelism": "pipeline parallelism",
+    "data parallelism": "data parallelism: that its ranks agree",
+    "DP attention": "DP attention: a rank without requests",
+    "several nodes": "several nodes: that their ranks agree",
+    "LoRA": "LoRA adapters can be loaded",
+    "disaggregation": "disaggregated prefill and decode",
+    "fused all-reduce": "--enable-fused-moe-sum-all-reduce",
+    "crash on late loads": "SGLANG_CRASH_ON_TRITON_LOAD_AFTER_READY",
+}
+
+
+@pytest.mark.sglang
+@pytest.mark.parametrize("name", FOR_A_TIME)
+def test_c38_nothing_is_launched_while_a_condition_holds_and_tuning_goes_on_after_it(
+    world: SchedulerProcess, name: str
+) -> None:
+    during, slept, reason, after, abandoned = world.run(aside, name)
+    assert during == 0
+    assert slept == 10  # SGLang's own sleep is never taken from it while nothing is tuned
+    assert reason == FOR_A_TIME[name]
+    assert after == 10
+    assert abandoned == 1  # the device is let go when it begins, once
+
+
+@pytest.mark.sglang
+@pytest.mark.parametrize("name", FOR_GOOD)
+def test_c26_a_server_that_is_not_shown_to_be_safe_never_tunes(world: SchedulerProcess, name: str) -> None:
+    during, slept, reason, after, _ = world.run(aside, name)
+    assert (during, slept, after) == (0, 10, 0)
+    assert FOR_GOOD[name] in reason
+
+
+def on_two_ranks() -> dict[str, object]:
+    import builtins
+    from types import SimpleNamespace
+
+    world = builtins.world  # type: ignore[attr-defined]
+    state = world.fresh()
+    scheduler = world.Scheduler(tp_size=2, port=30123)
+    scheduler.ps = SimpleNamespace(tp_rank=1)
+    for _ in range(10):
+        scheduler.on_idle()
+    found: dict[str, object] = {"place": tuple(state.place), "steps": len(state.tuner.steps)}
+    told: list[tuple[str, str]] = []
+    state.peers = SimpleNamespace(
+        step=lambda now_s, *, deep_idle: told.append(("step", "")) or "worked",
+        stand_aside=lambda reason: told.append(("aside", reason)),
+        abandon=lambda: told.append(("abandon", "")),
+    )
+    for level in ("on", "rows", "on"):
+        state.switch.asked = level
+        scheduler.on_idle()
+        scheduler.on_idle()
+    return found | {"told": told}
+
+
+@pytest.mark.sglang
+def test_tensor_parallelism_tunes_and_the_other_ranks_are_told_when_one_is_switched_off(
+    world: SchedulerProcess,
+) -> None:
+    found = world.run(on_two_ranks)
+    assert found["place"] == [1, 2, 30123]
+    assert found["steps"] == 10
+    off = ["aside", "switched to 'rows' by a request"]
+    assert found["told"] == [["step", ""]] * 2 + [["abandon", ""], off, off] + [["step", ""]] * 2
+
+
+@pytest.mark.sglang
+def test_a_scheduler_that_is_not_fully_idle_does_not_reach_the_plugin(world: SchedulerProcess) -> None:
+    during, slept, _, after, _ = world.run(aside, "not fully idle")
+    assert (during, slept, after) == (0, 0, 10)
+
+
+def test_each_condition_is_a_row_of_the_table_on_the_page_of_limits() -> None:
+    text = " ".join(LIMITS.read_text(encoding="utf-8").split())
+    for says in {*FOR_A_TIME.values(), *FOR_GOOD.values()} - {"2 processes died", FOR_A_TIME["budget"]}:
+        said = re.sub("'off'.*", "", says).strip()
+        assert said in text, f"docs/limits.md has no row for: {says}"
+
+
+# -- windows, sleep, health probes -----------------------------------------------------------------------------------
+
+
+def window() -> dict[str, object]:
+    import builtins
+    from types import SimpleNamespace
+
+    world = builtins.world  # type: ignore[attr-defined]
+    state = world.fresh()
+    provider = SimpleNamespace(slice_us=None)
+    state.device = SimpleNamespace(provider=provider)
+    scheduler = world.Scheduler()
+    found: dict[str, object] = {}
+
+    def batch(*rids: str) -> None:
+        mode = SimpleNamespace(is_extend=lambda: False)
+        reqs = [SimpleNamespace(rid=rid) for rid in rids]
+        world.plugin.on_batch(scheduler, SimpleNamespace(reqs=reqs, forward_mode=mode))
+
+    def passes(count: int, step_s: float = 0.0) -> list[object]:
+        before, slept = len(state.tuner.steps), scheduler.slept
+        for _ in range(count):
+            scheduler.on_idle()
+            world.clock.now += step_s
+        return [len(state.tuner.steps) - before, scheduler.slept - slept, state.state]
+
+    batch("user-1")
+    found["grace"] = passes(4, 0.01)
+    world.clock.now += 0.02
+    found["after the grace"] = passes(3)
+    found["first slices"] = provider.slice_us
+    passes(20)
+    found["later slices"] = provider.slice_us
+    found["deep"] = [any(state.tuner.steps), state.tuner.steps[-1]]
+    batch("HEALTH_CHECK_7")
+    found["health probe"] = passes(3)
+    world.clock.now += 11
+    passes(1)
+    found["deep idle"] = state.tuner.steps[-1]
+    batch("HEALTH_CHECK_8")
+    passes(1)
+    found["deep idle after a health probe"] = state.tuner.steps[-1]
+    batch("user-2", "HEALTH_CHECK_9")
+    found["a user again"] = passes(1)
+    world.clock.now += 1
+    for result in ("waiting", "nothing"):
+        state.tuner = world.Tuner(result)
+        found[result] = passes(5)
+    found["idle"] = [round(state.idle_time.total_s, 1), round(state.idle_time.deep_s, 1), state.idle_time.windows]
+    return found
+
+
+@pytest.mark.sglang
+def test_a_window_begins_after_a_grace_with_small_slices_and_health_probes_are_no_requests(
+    world: SchedulerProcess,
+) -> None:
+    told = world.run(window)
+    assert told["grace"] == [0, 4, "busy"]
+    assert told["after the grace"] == [3, 0, "tuning"]
+    assert told["first slices"] == 200.0
+    assert told["later slices"] == 500.0
+    assert told["deep"] == [False, False]
+    assert told["health probe"] == [3, 0, "tuning"]
+    assert told["deep idle"] is True
+    assert told["deep idle after a health probe"] is True
+    assert told["a user again"] == [0, 1, "busy"]
+    assert told["waiting"] == [5, 5, "waiting"]
+    assert told["nothing"] == [5, 5, "idle"]  # --sleep-on-idle sleeps as ever
+    assert told["idle"][2] == 2
+
+
+def over_its_bound() -> dict[str, object]:
+    import builtins
+    import logging
+
+    world = builtins.world  # type: ignore[attr-defined]
+    state = world.fresh()
+    scheduler = world.Scheduler()
+    messages: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("sglang.moe_autotune").addHandler(handler)
+    state.tuner.takes_s = 0.003
+    rows = []
+    for _ in range(6):
+        before = len(state.tuner.steps)
+        scheduler.on_idle()
+        rows.append([len(state.tuner.steps) - before, state.state, state.reason[:15]])
+    world.clock.now += 10
+    scheduler.on_idle()
+    scheduler.on_idle()
+    scheduler.on_idle()
+    logging.getLogger("sglang.moe_autotune").removeHandler(handler)
+    return {"rows": rows, "steps": len(state.tuner.steps), "pauses": state.watch.pauses,
+            "log": [m for m in messages if "paused" in m], "abandoned": state.tuner.abandoned}  # fmt: skip
+
+
+@pytest.mark.sglang
+def test_tuning_pauses_itself_when_two_passes_were_too_long_and_says_so_once(world: SchedulerProcess) -> None:
+    told = world.run(over_its_bound)
+    assert told["rows"][0] == [1, "tuning", ""]
+    assert [row[0] for row in told["rows"]] == [1, 1, 0, 0, 0, 0]
+    assert told["rows"][-1][1:] == ["standing aside", "paused for 10 s"]
+    assert told["steps"] == 4
+    assert told["pauses"] == 2
+    assert len(told["log"]) == 1
+    assert "3.0 ms of 2.0" in told["log"][0]
+    assert told["rows"][-1][1] == "standing aside"
+    assert told["abandoned"] == 2
+
+
+# -- memory -------------------------------------------------------------------------------------------------------
+
+
+def little_memory(free_mib: int) -> list[list[object]]:
+    from types import SimpleNamespace
+
+    import torch
+
+    from sglang_moe_autotune import benchmark, releases
+    from sglang_moe_autotune.scratch import scratch_bytes
+    from sglang_moe_autotune.shapes import ConfigPair, KernelConfig, MoeShape
+
+    kept = torch.cuda.mem_get_info, torch.cuda.current_device
+    torch.cuda.mem_get_info, torch.cuda.current_device = lambda: (free_mib << 20, 140 << 30), lambda: 0
+    shape = MoeShape((256, 512, 3072), (256, 3072, 256), 8)
+    tile = KernelConfig(16, 32, 64, 1)
+    lent = benchmark.Lent(lambda _: [1, 2], releases.invoke_function(), None, lambda: 0)
+    provider = benchmark.DeviceProvider(lent, SimpleNamespace(recover=lambda: None), 128 << 20, 500.0)
+    found = []
+    try:
+        for m in (16, 512, 4096, 16384):
+            opened = provider.open(shape, m, ConfigPair(tile, tile))
+            found.append([m, scratch_bytes(shape, m, flush=False) >> 20, opened if isinstance(opened, str) else ""])
+    finally:
+        torch.cuda.mem_get_info, torch.cuda.current_device = kept
+    return found
+
+
+@pytest.mark.sglang
+@pytest.mark.parametrize("free_mib", [512, 200])
+def test_c27_with_little_memory_it_tunes_what_fits_beyond_the_reserve_and_declines_the_rest(
+    world: SchedulerProcess, free_mib: int
+) -> None:
+    rows = world.run(little_memory, free_mib)
+    assert [why == "" for _, need_mib, why in rows] == [need_mib <= free_mib - 128 for _, need_mib, _ in rows]
+    assert (rows[0][2] == "") is (free_mib == 512)
+    assert f"{free_mib} MiB are free" in rows[-1][2]
+
+
+def long_prefill() -> list[object]:
+    import builtins
+    from types import SimpleNamespace
+
+    world = builtins.world  # type: ignore[attr-defined]
+    state = world.fresh()
+    found = []
+    for scratch_mib, tokens in ((500, 8192), (500, 64), (100, 8192), (0, 8192)):
+        state.device = SimpleNamespace(provider=SimpleNamespace(scratch_bytes=scratch_mib << 20, slice_us=0.0))
+        before = state.tuner.abandoned
+        mode = SimpleNamespace(is_extend=lambda: True)
+        batch = SimpleNamespace(reqs=[SimpleNamespace(rid="user")], forward_mode=mode, extend_num_tokens=tokens)
+        world.plugin.on_batch(world.Scheduler(), batch)
+        found.append(state.tuner.abandoned - before)
+    return found
+
+
+@pytest.mark.sglang
+def test_c27_a_long_prefill_gets_the_scratch_back_before_it_runs(world: SchedulerProcess) -> None:
+    assert world.run(long_prefill) == [1, 0, 0, 0]
+
+
+# -- a request that waits -----------------------------------------------------------------------------------------
+
+
+def waiting_request() -> dict[str, object]:
+    import builtins
+    import time
+    from types import SimpleNamespace
+
+    import zmq
+
+    world = builtins.world  # type: ignore[attr-defined]
+    from sglang_moe_autotune import releases
+    from sglang_moe_autotune.doorbell import Doorbell
+
+    context = zmq.Context()
+    inbox, rpc = context.socket(zmq.PULL), context.socket(zmq.DEALER)
+    port = inbox.bind_to_random_port("tcp://127.0.0.1")
+    sender = context.socket(zmq.PUSH)
+    sender.connect(f"tcp://127.0.0.1:{port}")
+    channels = SimpleNamespace(recv_from_tokenizer=inbox, recv_from_rpc=rpc)
+    state = world.fresh()
+    scheduler = world.Scheduler()
+    scheduler.ipc_channels = channels
+    found: dict[str, object] = {}
+
+    def passes(count: int) -> list[int]:
+        before, slept = len(state.tuner.steps), scheduler.slept
+        for _ in range(count):
+            scheduler.on_idle()
+        return [len(state.tuner.steps) - before, scheduler.slept - slept]
+
+    found["nobody waits"] = passes(3)
+    sender.send(b"a request")
+    inbox.poll(2000)
+    found["somebody waits"] = passes(3)
+    found["received"] = inbox.recv(zmq.NOBLOCK).decode()
+    found["received once"] = passes(3)
+    bell = Doorbell(scheduler)
+    begun = time.perf_counter()
+    for _ in range(2000):
+        bell.rung()
+    found["us"] = (time.perf_counter() - begun) / 2000 * 1e6
+    found["sockets"] = [
+        len(releases.request_sockets(scheduler)),
+        len(releases.request_sockets(SimpleNamespace(recv_from_tokenizer=inbox, recv_from_rpc=None))),
+        len(releases.request_sockets(SimpleNamespace(ipc_channels=channels, rust_server=object()))),
+        len(releases.request_sockets(SimpleNamespace(ipc_channels=channels, rust_server=None))),
+        len(releases.request_sockets(SimpleNamespace(recv_from_tokenizer=None, recv_from_rpc=None))),
+        len(releases.request_sockets(SimpleNamespace(ipc_channels=SimpleNamespace(recv_from_tokenizer=world)))),
+    ]
+    context.destroy(linger=0)
+    return found
+
+
+@pytest.mark.sglang
+def test_c25_no_slice_begins_while_a_request_waits_in_a_socket(world: SchedulerProcess) -> None:
+    told = world.run(waiting_request)
+    assert told["nobody waits"] == [3, 0]
+    assert told["somebody waits"] == [0, 3]
+    assert told["received"] == "a request"
+    assert told["received once"] == [3, 0]
+    assert told["us"] < 50  # under 5 on a machine with nothing else to do
+    assert told["sockets"] == [2, 1, 0, 2, 0, 0]
+
+
+# -- idle time ----------------------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.tuples(st.floats(0, 5), st.booleans(), st.booleans()), max_size=50))
+def test_idle_time_is_never_more_than_the_time_that_passed(passes: list[tuple[float, bool, bool]]) -> None:
+    idle, now = IdleTime(0.0), 0.0
+    for gap, deep, queued in passes:
+        now += gap
+        idle.passed(now, 1.0, deep=deep, queued=queued)
+    assert 0 <= idle.deep_s <= idle.total_s <= now + 1e-9
+    assert idle.used_s <= idle.total_s
+    assert idle.total_s <= len(passes)
+
+
+def test_what_the_queue_needs_follows_from_what_ended() -> None:
+    idle = IdleTime(0.0)
+    assert idle.expected_s(4) is None
+    for second in range(1, 11):
+        idle.passed(float(second), float(second), deep=False, queued=True)
+    idle.settled = 5
+    assert idle.expected_s(4) == pytest.approx(8.0)
+    assert idle.windows == 1
+    idle.passed(12.0, 0.5, deep=False, queued=True)
+    assert idle.windows == 2
+
+
+@pytest.mark.parametrize(
+    ("idle_s", "alive_s", "found"),
+    [(0.0, 60, False), (0.0, 3600, True), (35, 3600, True), (40, 3600, False)],
+    ids=["just started", "never idle", "hardly", "enough"],
+)
+def test_a_server_that_hardly_idles_is_told_from_one_that_just_started(
+    idle_s: float, alive_s: float, found: bool
+) -> None:
+    assert idle_time.scarce(idle_s, alive_s) is found
