@@ -136,7 +136,12 @@ def _heuristic(files: Files, note: ShapeNote | None, record: Record | None, m: i
         pair = record.baseline
     if pair is None:
         return _Claim("heuristic", "SGLang computes it; no server has recorded it for this M", unknown=True)
-    return _Claim("heuristic", "as a server recorded it", pair)
+    return _Claim("heuristic", f"as a server recorded it{_made_to_fit(note, m)}", pair)
+
+
+def _made_to_fit(note: ShapeNote | None, m: int) -> str:
+    own = None if note is None else note.unfit.get(m)
+    return "" if own is None else f", made to fit: this GPU cannot launch SGLang's own {own}"
 
 
 def _learned(

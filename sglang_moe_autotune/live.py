@@ -95,6 +95,7 @@ def describe(serving: Serving) -> status.LiveStatus:
         epoch=serving.lookup.epoch,
         queue=snapshot.queue if snapshot is not None else (),
         current=snapshot.current if snapshot is not None else None,
+        fitted=serving.lookup.fitted,
         rows=sum(len(rows) for rows in serving.lookup.rows().values()),
         slices=serving.slices,
         gpu_s=tuner.gpu_s if tuner is not None else 0.0,

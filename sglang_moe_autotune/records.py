@@ -81,6 +81,8 @@ class ShapeNote(msgspec.Struct, frozen=True):
     baselines: dict[int, ConfigPair] = {}
     served: dict[int, int] = {}
     origin: Origin = "miss"
+    unfit: dict[int, ConfigPair] = {}
+    """SGLang's own answers that this GPU cannot launch; ``baselines`` has them as they were made to fit"""
 
 
 class Forgotten(msgspec.Struct, frozen=True):
@@ -293,13 +295,14 @@ _ORIGINS: tuple[Origin, ...] = ("miss", "fallback", "exact")
 
 
 def _merge_notes(a: ShapeNote, b: ShapeNote) -> ShapeNote:
-    baselines = dict(a.baselines)
-    for m, pair in b.baselines.items():
-        baselines[m] = max(baselines.get(m, pair), pair, key=msgspec.json.encode)
+    baselines, unfit = dict(a.baselines), dict(a.unfit)
+    for merged, more in ((baselines, b.baselines), (unfit, b.unfit)):
+        for m, pair in more.items():
+            merged[m] = max(merged.get(m, pair), pair, key=msgspec.json.encode)
     served = dict(a.served)
     for m, count in b.served.items():
         served[m] = max(served.get(m, 0), count)
-    return ShapeNote(a.shape, baselines, served, max(a.origin, b.origin, key=_ORIGINS.index))
+    return ShapeNote(a.shape, baselines, served, max(a.origin, b.origin, key=_ORIGINS.index), unfit)
 
 
 def _larger(a: dict[str, bytes], b: dict[str, bytes]) -> dict[str, bytes]:

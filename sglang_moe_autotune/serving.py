@@ -85,7 +85,7 @@ class Serving:
         self._attached = False
         self._faults = 0
         self._added = 0
-        self._notes = ShapeNotes(self._submit_note)
+        self._notes = ShapeNotes(self._submit_note, self.overlay.stock)
         self._captured: Any = {}
         self._startup_done = False
         self._doorbell: Doorbell | None = None
@@ -100,9 +100,8 @@ class Serving:
         answer = self.lookup.answer(key, M, return_down_config)
         return None if answer is not None and releases.overridden() else answer
 
-    def missed(self, key: Call, M: int, answer: Any) -> None:  # noqa: N803
-        if not releases.overridden():
-            self.lookup.miss(key, M, answer)
+    def missed(self, key: Call, M: int, answer: Any) -> Any | None:  # noqa: N803
+        return None if releases.overridden() else self.lookup.miss(key, M, answer)
 
     def batch(self, scheduler: Any, batch: Any) -> None:
         if (found := releases.batch_tokens(scheduler, batch)) is not None:
@@ -236,7 +235,8 @@ class Serving:
 
     def start(self, device: Device) -> None:
         """Open the store of the device's environment, publish what it holds, and get ready to tune."""
-        self.device, self.overlay.source = device, device.source
+        self.device = device
+        self.overlay.begin(device.environment, device.source)
         self.switch.of_file = switch.read(self.root)
         self.switched()
         self.died = deaths.sentence(deaths.read(self.root, file_name(device.environment)))

@@ -22,7 +22,7 @@ LAYERS: dict[str, Layer] = {
             "job", "regimes", "agenda", "looks", "measurement", "noise",
             "tally", "errand", "inspection", "source", "kernel_source", "contract", "fit", "matrix",
             "captures", "graph_contract",
-            "pace", "marked", "idle_time",
+            "pace", "marked", "idle_time", "fitting",
         ),
         "pure",
     ),

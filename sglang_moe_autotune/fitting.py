@@ -1,0 +1,100 @@
+"""The fit: a config that this GPU cannot launch, with less shared memory. Pure.
+
+What SGLang answers on a miss can need more shared memory than a block may have, and the first forward would end the
+server: releases before 0.5.16 with fp8 weights without blocks on GPUs of 101,376 bytes. Stages go first, as they
+cost speed alone; then tiles, one halving after the other.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+import msgspec
+
+from sglang_moe_autotune.search_space import TRITON_STAGES, illegal, shared_memory_bytes
+from sglang_moe_autotune.shapes import ConfigPair, KernelConfig, MoeShape
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from sglang_moe_autotune.records import Environment
+
+_LEAST_TILE: Final = 32
+"""along N and K: an 8-bit product takes 32 along K"""
+_LEAST_M: Final = 16
+
+
+class Limit(NamedTuple):
+    """The shared memory of a block, and how the stages of a loop count against it."""
+
+    bytes: int
+    """0 where nobody knows: then everything fits"""
+    all_stages: bool = False
+
+    def need(self, config: KernelConfig, shape: MoeShape) -> int:
+        """The least that a launch of this config takes, in bytes."""
+        return shared_memory_bytes(config, shape, all_stages=self.all_stages)
+
+    def holds(self, config: KernelConfig, shape: MoeShape) -> bool:
+        return self.bytes <= 0 or self.need(config, shape) <= self.bytes
+
+
+def limit_of(environment: Environment) -> Limit:
+    """The limit of a GPU. All stages count only where compiled kernels say that they do, whatever the tile (gfx950):
+    on gfx942 one stays in registers, and on Hopper and Blackwell it does for tiles of few rows. The bound must not
+    take from SGLang what could be launched."""
+    amd = is_amd(environment.device_name)
+    return Limit(environment.shared_memory_bytes, amd and environment.capability == (9, 5))
+
+
+def is_amd(device_name: str) -> bool:
+    """Is this a name that ROCm gives a device? It may give none at all."""
+    return not device_name or device_name.startswith("AMD") or "gfx" in device_name or "Radeon" in device_name
+
+
+def fit(pair: ConfigPair, shape: MoeShape, limit: Limit) -> ConfigPair | None:
+    """The pair with as little taken off as this GPU needs to launch it; None where it fits as it is, or not at all.
+
+    Both GEMMs keep one BLOCK_SIZE_M, which is halved last.
+    """
+    if all(limit.holds(config, shape) for config in (pair.up, pair.down)):
+        return None
+    block_m = pair.up.BLOCK_SIZE_M
+    while block_m >= min(_LEAST_M, pair.up.BLOCK_SIZE_M):
+        fitted = [_fit_one(_with_m(config, block_m), shape, limit) for config in (pair.up, pair.down)]
+        if fitted[0] is not None and fitted[1] is not None:
+            return ConfigPair(fitted[0], fitted[1])
+        block_m //= 2
+    return None
+
+
+def _with_m(config: KernelConfig, block_m: int) -> KernelConfig:
+    return msgspec.structs.replace(config, BLOCK_SIZE_M=block_m)
+
+
+def _fit_one(config: KernelConfig, shape: MoeShape, limit: Limit) -> KernelConfig | None:
+    if limit.holds(config, shape):
+        return config
+    stages = TRITON_STAGES if config.num_stages is None else config.num_stages
+    for tile_n, tile_k in _tiles(config.BLOCK_SIZE_N, config.BLOCK_SIZE_K):
+        for fewer in range(stages, 0, -1):
+            smaller = msgspec.structs.replace(config, BLOCK_SIZE_N=tile_n, BLOCK_SIZE_K=tile_k, num_stages=fewer)
+            if limit.holds(smaller, shape) and illegal(smaller, shape) is None:
+                return smaller
+    return None
+
+
+def _tiles(tile_n: int, tile_k: int) -> Iterator[tuple[int, int]]:
+    """The tile and smaller ones: fewest halvings first, and of equally many those along N first."""
+    columns, depths = list(_halves(tile_n)), list(_halves(tile_k))
+    for halvings in range(len(columns) + len(depths) - 1):
+        for along_n in range(halvings, -1, -1):
+            if along_n < len(columns) and halvings - along_n < len(depths):
+                yield columns[along_n], depths[halvings - along_n]
+
+
+def _halves(size: int) -> Iterator[int]:
+    yield size
+    while size % 2 == 0 and size // 2 >= _LEAST_TILE:
+        size //= 2
+        yield size
