@@ -48,9 +48,9 @@ class Overlay:
         self.lookup.publish(rows)
 
     def may_serve(self, record: Record) -> bool:
-        """Does the record still hold here? A legal pin that can be launched does. A learned row needs SGLang's answer of today as
-        its baseline, or its gain says nothing; and a file that SGLang ships for this Triton wins over it unless
-        the user says otherwise. Imported rows are candidates, and replayed ones are of a recording."""
+        """Does the record still hold here? A legal pin that can be launched does. A learned row needs SGLang's
+        answer of today as its baseline, or its gain says nothing; and a file that SGLang ships for this Triton wins
+        over it unless the user says otherwise. Imported rows are candidates, and replayed ones are of a recording."""
         for config in (record.pair.up, record.pair.down):
             if illegal(config, record.shape) or not self._limit.holds(config, record.shape):
                 return False

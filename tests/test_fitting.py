@@ -91,7 +91,8 @@ def test_amd_is_known_by_its_name(name: str, amd: bool) -> None:
 
 
 SIZES = st.sampled_from((16, 32, 64, 128, 256))
-CONFIGS = st.builds(KernelConfig, SIZES, SIZES, st.sampled_from((32, 64, 128)), st.just(8), st.just(4), st.integers(1, 5))
+DEPTHS = st.sampled_from((32, 64, 128))
+CONFIGS = st.builds(KernelConfig, SIZES, SIZES, DEPTHS, st.just(8), st.just(4), st.integers(1, 5))
 SHAPES = st.sampled_from((
     PER_CHANNEL,
     MoeShape((64, 640, 1024), (64, 1024, 320), 6, "fp8_w8a8", (64, 64)),
