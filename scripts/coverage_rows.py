@@ -239,9 +239,9 @@ _CONFIGS: Final[dict[str, Callable[[], Any]]] = {
 
 def set_up() -> None:
     """Publish a server's arguments and open groups of one rank, once for a process."""
-    from sglang_moe_autotune import machine
+    from sglang_moe_autotune import releases
 
-    machine.publish_server_args()
+    releases.publish_server_args()
     state = importlib.import_module("sglang.srt.distributed.parallel_state")
     if state.model_parallel_is_initialized():
         return

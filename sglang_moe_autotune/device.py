@@ -80,8 +80,7 @@ def make_tuner(
     prior = Prior(find_files(releases.shipped_folder()), device.environment.device_name)
     for record in seeds:
         prior.learn(record, here=False)
-    limit = device.environment.shared_memory_bytes
-    tuner = Tuner(provider, sink, prior, options, shared_memory_bytes=limit, tried=tried)
+    tuner = Tuner(provider, sink, prior, options, space=space_of(device.environment), tried=tried)
     for record in known:
         if record.source in ("pinned", "imported", device.source):  # what a recording taught is of no use here
             tuner.learn(record)

@@ -11,16 +11,14 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 import msgspec
 
-from sglang_moe_autotune.search_space import TRITON_STAGES, illegal, shared_memory_bytes
+from sglang_moe_autotune.search_space import fitted, legal_space, shared_memory_bytes
 from sglang_moe_autotune.shapes import ConfigPair, KernelConfig, MoeShape
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable
 
     from sglang_moe_autotune.records import Environment
 
-_LEAST_TILE: Final = 32
-"""along N and K: an 8-bit product takes 32 along K"""
 _LEAST_M: Final = 16
 
 
@@ -52,6 +50,12 @@ def is_amd(device_name: str) -> bool:
     return not device_name or device_name.startswith("AMD") or "gfx" in device_name or "Radeon" in device_name
 
 
+def space_of(environment: Environment) -> Callable[[MoeShape], tuple[KernelConfig, ...]]:
+    """What may be tried for a shape on a GPU: SGLang's own space there, without what it cannot launch."""
+    rocm, limit = is_amd(environment.device_name), environment.shared_memory_bytes
+    return lambda shape: legal_space(shape, limit or None, rocm=rocm)
+
+
 def fit(pair: ConfigPair, shape: MoeShape, limit: Limit) -> ConfigPair | None:
     """The pair with as little taken off as this GPU needs to launch it; None where it fits as it is, or not at all.
 
@@ -61,40 +65,11 @@ def fit(pair: ConfigPair, shape: MoeShape, limit: Limit) -> ConfigPair | None:
         return None
     block_m = pair.up.BLOCK_SIZE_M
     while block_m >= min(_LEAST_M, pair.up.BLOCK_SIZE_M):
-        fitted = [_fit_one(_with_m(config, block_m), shape, limit) for config in (pair.up, pair.down)]
-        if fitted[0] is not None and fitted[1] is not None:
-            return ConfigPair(fitted[0], fitted[1])
+        up, down = (
+            fitted(msgspec.structs.replace(config, BLOCK_SIZE_M=block_m), shape, limit.bytes, rocm=limit.all_stages)
+            for config in (pair.up, pair.down)
+        )
+        if up is not None and down is not None and up.BLOCK_SIZE_M == down.BLOCK_SIZE_M == block_m:
+            return ConfigPair(up, down)
         block_m //= 2
     return None
-
-
-def _with_m(config: KernelConfig, block_m: int) -> KernelConfig:
-    return msgspec.structs.replace(config, BLOCK_SIZE_M=block_m)
-
-
-def _fit_one(config: KernelConfig, shape: MoeShape, limit: Limit) -> KernelConfig | None:
-    if limit.holds(config, shape):
-        return config
-    stages = TRITON_STAGES if config.num_stages is None else config.num_stages
-    for tile_n, tile_k in _tiles(config.BLOCK_SIZE_N, config.BLOCK_SIZE_K):
-        for fewer in range(stages, 0, -1):
-            smaller = msgspec.structs.replace(config, BLOCK_SIZE_N=tile_n, BLOCK_SIZE_K=tile_k, num_stages=fewer)
-            if limit.holds(smaller, shape) and illegal(smaller, shape) is None:
-                return smaller
-    return None
-
-
-def _tiles(tile_n: int, tile_k: int) -> Iterator[tuple[int, int]]:
-    """The tile and smaller ones: fewest halvings first, and of equally many those along N first."""
-    columns, depths = list(_halves(tile_n)), list(_halves(tile_k))
-    for halvings in range(len(columns) + len(depths) - 1):
-        for along_n in range(halvings, -1, -1):
-            if along_n < len(columns) and halvings - along_n < len(depths):
-                yield columns[along_n], depths[halvings - along_n]
-
-
-def _halves(size: int) -> Iterator[int]:
-    yield size
-    while size % 2 == 0 and size // 2 >= _LEAST_TILE:
-        size //= 2
-        yield size

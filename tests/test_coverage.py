@@ -128,6 +128,42 @@ def test_c04_c05_a_tile_over_two_scales_is_wrong_and_the_rule_that_forbids_it_is
     assert wrong["error"] > 0.05, "C05: one scale for two groups should not have gone unnoticed"
 
 
+def dry_run(name: str) -> dict[str, object]:
+    """The GPU script's own row of a case, as far as it goes without one: layers, baseline, files, whole layers."""
+    from types import SimpleNamespace
+
+    import coverage_rows
+    import gpu_coverage
+
+    from sglang_moe_autotune import benchmark, releases
+    from sglang_moe_autotune.records import Environment
+    from sglang_moe_autotune.shapes import ConfigPair, KernelConfig, MoeShape
+
+    benchmark.DeviceProvider = lambda *_, **__: SimpleNamespace(compiler=None)
+    releases.environment = lambda _: Environment("NVIDIA H200", (9, 0), 132, 232448, 1, "3.6.0", "k")
+    gpu_coverage.LARGE = coverage_rows.SMALL
+    row = gpu_coverage.open_rows(1, "cpu")(coverage_rows.case(name)._replace(dtype="float16"))
+    tile = KernelConfig(32, 64, 32, 1)
+    assert row.whole is not None
+    return {
+        "slug": row.shape.slug,
+        "baseline": str(row.baseline(row.shape, 3)),
+        "file": [str(part) for part in row.shipped(MoeShape((128, 1536, 2048), (128, 2048, 768), 8), 16) or ()],
+        "whole": row.whole(3, ConfigPair(tile, tile)),
+    }
+
+
+@pytest.mark.sglang
+def test_the_gpu_scripts_row_serves_a_learned_pair_through_the_hook(interpreter: SchedulerProcess) -> None:
+    told = interpreter.run(dry_run, "fp8-channel")
+    assert told["slug"] == "E8-N128-K256-top2-fp8_w8a8-perchannel"
+    assert told["baseline"].startswith("64x128x128")
+    assert "E=128,N=768,device_name=NVIDIA_H200.json, row of 16" in told["file"][1]
+    error, served = told["whole"]
+    assert served, "the learned pair did not reach the layer, or SGLang's own answer was not asked for before"
+    assert error < 4e-3
+
+
 def variants() -> dict[str, object]:
     import builtins
     import sys

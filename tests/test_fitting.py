@@ -1,6 +1,10 @@
 """What SGLang answers and a GPU cannot launch is made to fit: stages first, then tiles; nothing else is touched."""
 
+# ruff: noqa: PLC0415 - torch is not needed for the rest
 from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -8,6 +12,7 @@ import record_values as v
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from sglang_moe_autotune.config_folder import StockAnswer
 from sglang_moe_autotune.explain import Files, explain
 from sglang_moe_autotune.fitting import Limit, fit, is_amd, limit_of
 from sglang_moe_autotune.lookup import CallKey, Lookup
@@ -90,6 +95,29 @@ def test_amd_is_known_by_its_name(name: str, amd: bool) -> None:
     assert is_amd(name) == amd
 
 
+@pytest.mark.parametrize("prepares", [0, 65_536], ids=["rocm-tells-no-more", "rocm-tells"])
+def test_c13_amd_gpus_of_one_name_are_told_apart_by_arch_and_count_of_units(
+    prepares: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch = pytest.importorskip("torch")
+    from sglang_moe_autotune import releases
+
+    def gpu(major: int, minor: int, units: int) -> object:
+        return SimpleNamespace(
+            name="AMD Radeon Graphics", major=major, minor=minor, multi_processor_count=units, L2_cache_size=4 << 20,
+            shared_memory_per_block=65_536, shared_memory_per_block_optin=prepares,
+        )  # fmt: skip
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(releases, "kernel_hash", lambda _: "k")
+    found = []
+    for made in (gpu(9, 4, 304), gpu(11, 5, 40), gpu(9, 4, 228)):
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _, made=made: made)
+        found.append(releases.environment(len))
+    assert len(set(found)) == 3, "gfx942, gfx1151 and a gfx942 of fewer units share no record"
+    assert {e.shared_memory_bytes for e in found} == {65_536}
+
+
 SIZES = st.sampled_from((16, 32, 64, 128, 256))
 DEPTHS = st.sampled_from((32, 64, 128))
 CONFIGS = st.builds(KernelConfig, SIZES, SIZES, DEPTHS, st.just(8), st.just(4), st.integers(1, 5))
@@ -156,3 +184,13 @@ def test_explain_says_that_it_was_made_to_fit_and_the_note_survives_a_merge() ->
     step = explain(PER_CHANNEL, 129, contents, "miss", Files(readable=True))[-1]
     assert step.pair == fitted
     assert "cannot launch SGLang's own 128x256x128 g32 w8 s4" in step.says
+
+
+def test_explain_says_it_of_a_files_row_too() -> None:
+    ada = msgspec.structs.replace(v.H200, device_name="NVIDIA L40S", shared_memory_bytes=101_376)
+    found = StockAnswer("exact", Path("file.json"), 129, heuristic(129))
+    steps = explain(PER_CHANNEL, 129, v.contents(environment=ada), "miss", Files(readable=True, answer=found))
+    (step,) = [step for step in steps if step.standing == "answers"]
+    assert step.source == "exact file"
+    assert step.pair == fit(heuristic(129), PER_CHANNEL, ADA)
+    assert "made to fit" in step.says
