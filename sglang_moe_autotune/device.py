@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 from sglang_moe_autotune import pace, releases
+from sglang_moe_autotune.fitting import space_of
 from sglang_moe_autotune.prior import Prior, find_files
 from sglang_moe_autotune.quarantine import Quarantine
 from sglang_moe_autotune.trials import environment_key

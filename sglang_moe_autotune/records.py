@@ -235,7 +235,8 @@ def beyond(contents: Contents, known: Contents) -> Contents | None:
         and (record != old or texts.get(key) != known.record_text.get(key))
     }
     notes = {shape: note for shape, note in contents.notes.items() if note != known.notes.get(shape)}
-    notes.update({shape: contents.notes[shape] for shape in contents.note_text if shape not in known.note_text})
+    grown = (shape for shape, text in contents.note_text.items() if text != known.note_text.get(shape))
+    notes.update({shape: contents.notes[shape] for shape in grown})
     news = Contents(
         contents.environment,
         records,
