@@ -13,7 +13,8 @@ from sglang_moe_autotune.search_space import illegal
 from sglang_moe_autotune.shapes import ConfigPair, MoeShape
 
 if TYPE_CHECKING:
-    from sglang_moe_autotune.records import Contents, Environment, Origin, Record, Source
+    from sglang_moe_autotune.device import Device
+    from sglang_moe_autotune.records import Contents, Origin, Record, Source
     from sglang_moe_autotune.settings import Mode
 
 
@@ -60,10 +61,11 @@ class Overlay:
             return False
         return self.stock(record.shape, record.M)[0] == record.baseline
 
-    def begin(self, environment: Environment, source: Source) -> None:
+    def begin(self, device: Device) -> Device:
         """The process has found its device."""
-        self.source = source
-        self.fit_to(limit_of(environment))
+        self.source = device.source
+        self.fit_to(limit_of(device.environment))
+        return device
 
     def fit_to(self, limit: Limit) -> None:
         """From now on, what SGLang answers and this GPU cannot launch is made to fit."""

@@ -235,8 +235,7 @@ class Serving:
 
     def start(self, device: Device) -> None:
         """Open the store of the device's environment, publish what it holds, and get ready to tune."""
-        self.device = device
-        self.overlay.begin(device.environment, device.source)
+        self.device = self.overlay.begin(device)
         self.switch.of_file = switch.read(self.root)
         self.switched()
         self.died = deaths.sentence(deaths.read(self.root, file_name(device.environment)))
@@ -256,8 +255,7 @@ class Serving:
         assert self.device is not None  # noqa: S101 - for the type checker
         assert self.store is not None  # noqa: S101 - as above
         tried = TrialLog(self.root, self.device.environment).put
-        # What is not served is searched again.
-        known = filter(self.overlay.bits_hold, self.store.contents.records.values())
+        known = filter(self.overlay.bits_hold, self.store.contents.records.values())  # others are searched again
         seeds = relatives(self.root, self.device.environment)
         return make_tuner(self.device, provider, self.settings, (known, seeds), self._learned, tried)
 

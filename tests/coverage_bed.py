@@ -359,7 +359,14 @@ def small_gpu(limit: int, ms: list[int]) -> list[list[Any]]:
         need = max(Limit(limit).need(config, shape) for config in (pair.up, pair.down))
         (seen,) = serving.lookup.take_seen(9)
         assert seen.baseline == pair, "what would be served is what a candidate must beat"
-        told.append([own, pair.up.to_dict(), need, plugin._FENCES[plugin.LOOKUP.name].broken])
+        told.append([own, pair.up.to_dict(), need, plugin._LOOKUP_FENCE.broken])
+    level = serving.overlays
+    serving.overlays = False  # as when the plugin is switched off while the server runs
+    for m, before in zip(ms, list(told), strict=True):
+        pair = read_answer(hooked(*PER_CHANNEL, m, **named))
+        assert pair is not None
+        told.append([before[0], pair.up.to_dict(), before[2], before[3]])
+    serving.overlays = level
     overlay.fit_to(Limit(0))
     return told
 
