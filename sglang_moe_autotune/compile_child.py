@@ -64,7 +64,8 @@ def build(order: dict[str, Any]) -> dict[str, Any]:
         if binary.hash == order["hash"]:
             answer["fault"] = False
             compiled = launch.load(binary)
-            _build_launcher(binary.source, compiled.metadata)
+            if binary.target.backend == "cuda":
+                _build_launcher(binary.source, compiled.metadata)
             answer |= {"ok": True, "shared_bytes": compiled.metadata.shared}
         else:
             answer["error"] = f"{binary.hash} is its name in the compile process: Triton or the kernel differs there"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 from sglang_moe_autotune import pace, releases
+from sglang_moe_autotune.fitting import space_of
 from sglang_moe_autotune.prior import Prior, find_files
 from sglang_moe_autotune.quarantine import Quarantine
 from sglang_moe_autotune.trials import environment_key
@@ -82,8 +83,7 @@ def make_tuner(
     prior = Prior(find_files(releases.shipped_folder()), device.environment.device_name)
     for record in seeds:
         prior.learn(record, here=False)
-    limit = device.environment.shared_memory_bytes
-    tuner = Tuner(provider, sink, prior, options, shared_memory_bytes=limit, tried=tried, agenda=agenda)
+    tuner = Tuner(provider, sink, prior, options, space=space_of(device.environment), tried=tried, agenda=agenda)
     for record in known:
         if record.source in ("pinned", "imported", device.source):  # what a recording taught is of no use here
             tuner.learn(record)

@@ -83,8 +83,10 @@ def _note_lines(contents: Contents, breathe: Callable[[], None]) -> Iterator[byt
     for shape, note in contents.notes.items():
         breathe()
         fields: dict[str, Any] = msgspec.structs.asdict(note)
-        for name in ("baselines", "served"):
+        for name in ("baselines", "served", "unfit"):
             fields[name] = dict(sorted(fields[name].items()))
+        if not note.unfit:
+            del fields["unfit"]  # most notes have none
         extra = sorted(contents.note_text.get(shape, {}).items())
         fields.update({key: msgspec.Raw(text) for key, text in extra})
         yield msgspec.json.encode(fields)

@@ -138,6 +138,9 @@ _SLUG: Final = re.compile(
     r"E(?P<E>\d+)-N(?P<N>\d+)-K(?P<K>\d+)-top(?P<top_k>\d+)-(?P<dtype>\w+)"
     r"(?:-block(?P<block>\d+x\d+))?(?P<channel>-perchannel)?(?P<rest>(?:-[a-z]+)*)"
 )
+_WORD: Final = re.compile(
+    r"-(fused-swiglu|no-combine|router-weight-on-input|keeps-weight|zero-points|[a-z]+)"
+)
 _ACTIVATIONS: Final[dict[str, ActivationDtype]] = {
     "bf16": "bfloat16",
     "fp16": "float16",
@@ -154,7 +157,7 @@ def shape_of_slug(slug: str) -> MoeShape | None:
     if match is None:
         return None
     ep, variant = False, []
-    for word in re.findall(r"-(fused-swiglu|no-combine|router-weight-on-input|[a-z]+)", match["rest"]):
+    for word in _WORD.findall(match["rest"]):
         if word == "ep":
             ep = True
         else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
+from sglang_moe_autotune.fitting import Limit, fit, limit_of
 from sglang_moe_autotune.search_space import illegal
 
 if TYPE_CHECKING:
@@ -93,6 +94,8 @@ def _claims(
     yield _pinned(record, mode)
     exact, fallback = _file(files, note, m, "exact"), _file(files, note, m, "fallback")
     heuristic = _heuristic(files, note, record, m)
+    limit = limit_of(contents.environment)
+    exact, fallback = (_as_served(claim, shape, limit) for claim in (exact, fallback))
     stock = next((claim.pair for claim in (exact, fallback, heuristic) if claim.pair is not None), None)
     learned = _learned(shape, contents, record, stock, mode)
     # Mode `all` challenges SGLang's own file, and what was faster than it is asked first.
@@ -127,6 +130,14 @@ def _file(files: Files, note: ShapeNote | None, m: int, origin: Literal["exact",
     return _Claim(source, f"a server saw one of {whose}, and never asked it for this M", unknown=True)
 
 
+def _as_served(claim: _Claim, shape: MoeShape, limit: Limit) -> _Claim:
+    """A file's row as a server serves it: made to fit where this GPU cannot launch it."""
+    fitted = None if claim.pair is None else fit(claim.pair, shape, limit)
+    if fitted is None:
+        return claim
+    return claim._replace(says=f"{claim.says}, made to fit: this GPU cannot launch its {claim.pair}", pair=fitted)
+
+
 def _heuristic(files: Files, note: ShapeNote | None, record: Record | None, m: int) -> _Claim:
     from_file = files.answer is not None if files.readable else note is not None and note.origin != "miss"
     if from_file:
@@ -136,7 +147,12 @@ def _heuristic(files: Files, note: ShapeNote | None, record: Record | None, m: i
         pair = record.baseline
     if pair is None:
         return _Claim("heuristic", "SGLang computes it; no server has recorded it for this M", unknown=True)
-    return _Claim("heuristic", "as a server recorded it", pair)
+    return _Claim("heuristic", f"as a server recorded it{_made_to_fit(note, m)}", pair)
+
+
+def _made_to_fit(note: ShapeNote | None, m: int) -> str:
+    own = None if note is None else note.unfit.get(m)
+    return "" if own is None else f", made to fit: this GPU cannot launch SGLang's own {own}"
 
 
 def _learned(

@@ -38,7 +38,7 @@ class Intake:
         """submit: told of notes for the store."""
         self.captured: Any = {}
         """tokens of the captured graphs, by kind of batch"""
-        self.notes = ShapeNotes(submit)
+        self.notes = ShapeNotes(submit, overlay.stock)
         self._overlay, self._heat, self._recapture, self._max_m = overlay, heat, recapture, max_m
         self._added = 0
 

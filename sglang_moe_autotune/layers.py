@@ -210,5 +210,6 @@ def _variant(quant: Any, runner_config: Any) -> tuple[str, ...]:
         "no-combine": getattr(runner_config, "no_combine", False),
         "router-weight-on-input": getattr(runner_config, "apply_router_weight_on_input", False),
         "ungated": not getattr(runner_config, "is_gated", True),
+        "zero-points": quant.w13_zp is not None or quant.w2_zp is not None,
     }
     return tuple(sorted(name for name, on in flags.items() if on))

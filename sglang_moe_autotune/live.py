@@ -7,7 +7,7 @@ import threading
 import time
 from typing import TYPE_CHECKING
 
-from sglang_moe_autotune import deaths, releases, status, store, switch
+from sglang_moe_autotune import __version__, deaths, releases, status, store, switch
 
 if TYPE_CHECKING:
     from sglang_moe_autotune.serving import Serving
@@ -21,6 +21,23 @@ _DEATHS_EVERY = 20
 def start(serving: Serving) -> None:
     """Write the live file and the metrics every few seconds, off the serving thread, until the process ends."""
     threading.Thread(target=_loop, args=(serving,), name="moe-autotune-status", daemon=True).start()
+
+
+def log_start(serving: Serving) -> None:
+    """One line of a start: what is hooked, found and stored."""
+    missing = [path for path, there in serving.hooks().items() if not there]
+    if missing:
+        logger.warning(
+            "MoE autotune %s: NOT hooked: %s. SGLang's loader says why above; see `sglang-moe-autotune doctor`.",
+            *(__version__, ", ".join(missing)),
+        )
+        return
+    shapes, rows = len(serving.overlay.layers.keys), sum(len(rows) for rows in serving.lookup.rows().values())
+    logger.info(
+        "MoE autotune %s: hooks in place; shapes on the Triton path: %d; learned rows: %d; mode %s; store %s.",
+        *(__version__, shapes, rows, serving.settings.mode),
+        serving.store.path if serving.store is not None else "not opened",
+    )
 
 
 def _loop(serving: Serving) -> None:
@@ -98,6 +115,7 @@ def describe(serving: Serving) -> status.LiveStatus:
         waits=() if peers is None else peers.ranks.waits,
         queue=snapshot.queue if snapshot is not None else (),
         current=snapshot.current if snapshot is not None else None,
+        fitted=serving.lookup.fitted,
         rows=sum(len(rows) for rows in serving.lookup.rows().values()),
         slices=serving.slices,
         gpu_s=tuner.gpu_s if tuner is not None else 0.0,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from sglang_moe_autotune.shapes import ConfigPair, KernelConfig
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
 
 class CallKey(NamedTuple):
@@ -41,7 +41,8 @@ class Missed(NamedTuple):
     key: CallKey
     M: int
     baseline: ConfigPair | None
-    """None where SGLang answered with something that is no pair (a TMA row, a moved return shape)"""
+    """None where SGLang answered with something that is no pair (a TMA row, a moved return shape); made to fit
+    where this GPU could not launch SGLang's own"""
 
 
 class Lookup:
@@ -61,6 +62,9 @@ class Lookup:
         self.asked: dict[tuple[Call, int], ConfigPair | None] | None = {}
         """the last answer to each (call, M), None for a miss: what a graph that is being captured will hold; from the
         start until it is set to None"""
+        self.fit: Callable[[CallKey, int, ConfigPair], ConfigPair | None] | None = None
+        """a pair that this GPU can launch in place of SGLang's own, None where that can be launched"""
+        self._fitted: dict[tuple[Call, int], ConfigPair] = {}
 
     def answer(self, key: Call, M: int, return_down_config: bool) -> Any | None:  # noqa: N803
         """A fresh answer in SGLang's return shape, or None for a miss."""
@@ -73,17 +77,36 @@ class Lookup:
         up, down, block_m = row
         return (up.copy(), (down.copy(), block_m)) if return_down_config else up.copy()
 
-    def miss(self, key: Call, M: int, answer: Any) -> None:  # noqa: N803
+    def miss(self, key: Call, M: int, answer: Any) -> Any | None:  # noqa: N803
         """Count a call that SGLang answered; the first one of an M keeps the answer as its baseline. A call that
-        stands for no layer is not counted."""
+        stands for no layer is not counted.
+
+        A fresh answer in place of SGLang's where this GPU could not launch that, else None.
+        """
         place = (key, M)
         if (count := self.missed.get(place)) is not None:
             self.missed[place] = count + 1
-            return
-        named = CallKey(*key)
-        if not named.synthetic:
-            self.missed[named, M] = 1
-            self.seen.append(Missed(named, M, read_answer(answer)))
+        else:
+            named = CallKey(*key)
+            if not named.synthetic:
+                self._first_miss(named, M, read_answer(answer))
+        if not self._fitted or (pair := self._fitted.get(place)) is None:
+            return None
+        if not isinstance(answer, tuple):
+            return pair.up.to_dict()
+        return pair.up.to_dict(), (pair.down.to_dict(), pair.down.BLOCK_SIZE_M)
+
+    def _first_miss(self, key: CallKey, M: int, pair: ConfigPair | None) -> None:  # noqa: N803
+        self.missed[key, M] = 1
+        fitted = None if self.fit is None or pair is None else self.fit(key, M, pair)
+        if fitted is not None:
+            self._fitted[key, M] = fitted
+        self.seen.append(Missed(key, M, pair if fitted is None else fitted))
+
+    @property
+    def fitted(self) -> int:
+        """Calls with an M whose answer was made to fit."""
+        return len(self._fitted)
 
     def take_seen(self, most: int) -> list[Missed]:
         """The oldest first misses that were not taken yet, ``most`` of them."""

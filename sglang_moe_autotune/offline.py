@@ -20,6 +20,7 @@ from sglang_moe_autotune import errand, inspection, records
 from sglang_moe_autotune import store as store_module
 from sglang_moe_autotune.bench import Declined
 from sglang_moe_autotune.errand import Ended, Errand, Item, Learned, Passed, Ready, Step, Told, Verified
+from sglang_moe_autotune.fitting import space_of
 from sglang_moe_autotune.store import Store
 from sglang_moe_autotune.tuner import Tuner, TunerOptions
 
@@ -122,8 +123,8 @@ class Outing:
             sglang=machine.sglang,
             driver=machine.driver,
         )
-        limit = machine.environment.shared_memory_bytes
-        tuner = Tuner(machine.provider, learned, machine.prior, options, shared_memory_bytes=limit, clock=self._clock)
+        space = space_of(machine.environment)
+        tuner = Tuner(machine.provider, learned, machine.prior, options, space=space, clock=self._clock)
         for record in self.store.contents.records.values():
             tuner.learn(record)
         for M, baseline in baselines.items():  # noqa: N806

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING
 
 from sglang_moe_autotune import releases
+from sglang_moe_autotune.fitting import Limit, fit, limit_of
 from sglang_moe_autotune.layers import LiveLayers, call_key
 from sglang_moe_autotune.lookup import CallKey, Lookup, read_answer
 from sglang_moe_autotune.search_space import illegal
 from sglang_moe_autotune.shapes import ConfigPair, MoeShape
 
 if TYPE_CHECKING:
+    from sglang_moe_autotune.device import Device
     from sglang_moe_autotune.records import Contents, Origin, Record, Source
     from sglang_moe_autotune.settings import Mode
+
+
+logger = logging.getLogger("sglang.moe_autotune")
 
 
 class Overlay:
@@ -27,6 +33,8 @@ class Overlay:
         """of the records made in this process; None before it has a device"""
         self._mode = mode
         self._origins: dict[MoeShape, Origin] = {}
+        self._limit = Limit(0)
+        self._told: set[CallKey] = set()
 
     def publish_stored(self, contents: Contents) -> None:
         """Serve the stored rows that hold here, and take back those whose call stands for no one shape any more."""
@@ -41,16 +49,48 @@ class Overlay:
         self.lookup.publish(rows)
 
     def may_serve(self, record: Record) -> bool:
-        """Does the record still hold here? A legal pin always does. A learned row needs SGLang's answer of today as
-        its baseline, or its gain says nothing; and a file that SGLang ships for this Triton wins over it unless
-        the user says otherwise. Imported rows are candidates, and replayed ones are of a recording."""
-        if any(illegal(config, record.shape) for config in (record.pair.up, record.pair.down)):
-            return False
+        """Does the record still hold here? A legal pin that can be launched does. A learned row needs SGLang's
+        answer of today as its baseline, or its gain says nothing; and a file that SGLang ships for this Triton wins
+        over it unless the user says otherwise. Imported rows are candidates, and replayed ones are of a recording."""
+        for config in (record.pair.up, record.pair.down):
+            if illegal(config, record.shape) or not self._limit.holds(config, record.shape):
+                return False
         if record.source == "pinned":
             return True
         if record.source != self.source or not self.tunable(record.shape) or not self.bits_hold(record):
             return False
-        return read_answer(releases.ask_stock(record.shape, record.M)) == record.baseline
+        return self.stock(record.shape, record.M)[0] == record.baseline
+
+    def begin(self, device: Device) -> Device:
+        """The process has found its device."""
+        self.source = device.source
+        self.fit_to(limit_of(device.environment))
+        return device
+
+    def fit_to(self, limit: Limit) -> None:
+        """From now on, what SGLang answers and this GPU cannot launch is made to fit."""
+        self._limit = limit
+        self.lookup.fit = self._fit
+
+    def stock(self, shape: MoeShape, M: int) -> tuple[ConfigPair | None, ConfigPair | None]:  # noqa: N803
+        """What is served without a learned row (None where that is no plain pair), and SGLang's own answer where
+        that one cannot be launched here. Reads files the first time: never on the hot path."""
+        own = read_answer(releases.ask_stock(shape, M))
+        fitted = None if own is None else fit(own, shape, self._limit)
+        return (own, None) if fitted is None else (fitted, own)
+
+    def _fit(self, key: CallKey, M: int, pair: ConfigPair) -> ConfigPair | None:  # noqa: N803
+        shape = MoeShape(*key)
+        fitted = fit(pair, shape, self._limit)
+        if fitted is not None and key not in self._told:
+            self._told.add(key)
+            logger.warning(
+                "SGLang's own config for %s at M=%d, %s, needs %d bytes of shared memory and this GPU has %d:"
+                " MoE autotune serves %s in its place, here and wherever SGLang's does not fit.",
+                *(shape.slug, M, pair, max(self._limit.need(c, shape) for c in (pair.up, pair.down))),
+                *(self._limit.bytes, fitted),
+            )
+        return fitted
 
     def bits_hold(self, record: Record) -> bool:
         """Is the row as equal to SGLang's answer as the user asks?"""

@@ -143,19 +143,20 @@ def on_lookup(
     per_channel_quant: bool = False,
     return_down_config: bool = False,
 ) -> Any:
-    """AROUND ``try_get_optimal_moe_config``: a learned row, or SGLang's answer and a count.
+    """AROUND ``try_get_optimal_moe_config``: a learned row, or SGLang's answer (made to fit) and a count.
 
     Two calls a layer in eager batches: hence SGLang's own arguments, and a fence of two lines in place of calls.
     """
     state = _serving
-    if state is not None and (not state.overlays or is_marlin or _LOOKUP_FENCE.broken):
+    # Where an answer was made to fit, SGLang's own would end the server, also when the plugin is switched off.
+    if state is not None and (is_marlin or _LOOKUP_FENCE.broken or not (state.overlays or state.lookup.fitted)):
         state = None
     if state is not None:
         try:
             # torch.Size is a tuple with an equal hash, so a table keyed by tuples finds it as it is.
             block = (block_shape[0], block_shape[1]) if block_shape else None
             key = (w1_shape, w2_shape, top_k, dtype, block, per_channel_quant)
-            if (answer := state.answer(key, M, return_down_config)) is not None:
+            if state.overlays and (answer := state.answer(key, M, return_down_config)) is not None:
                 return answer
         except Exception as error:  # noqa: BLE001 - logged there
             _LOOKUP_FENCE.trip(error)
@@ -165,7 +166,8 @@ def on_lookup(
     )
     if state is not None:
         try:
-            state.missed(key, M, answer)
+            fitted = state.missed(key, M, answer)
+            answer = answer if fitted is None else fitted
         except Exception as error:  # noqa: BLE001 - logged there
             _LOOKUP_FENCE.trip(error)
     return answer

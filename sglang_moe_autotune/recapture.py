@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import logging
 import time
-from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 
@@ -27,8 +27,9 @@ Outcome = Literal["recaptured", "put off", "failed", "withdrawn"]
 """``put off``: nothing was touched. ``failed``: the old graph serves on. ``withdrawn``: the size runs without a graph
 of its own, because its old one held an answer that was taken back."""
 
-SHOWN: Final = {("0.5.16", "triton", "MHATokenToKVPool")}
-"""release, attention backend and KV pool that one rank was shown with on a GPU: there it is the default"""
+SHOWN: frozenset[tuple[str, str, str]] = frozenset()
+"""release, attention backend and KV pool that one rank was shown with on a GPU: there it is the default. None yet:
+``scripts/gpu_recapture.py`` has not been run."""
 
 _QUIET_S = 10.0
 """no shorter, whatever the settings say: a capture takes far longer than a slice"""

@@ -81,6 +81,8 @@ class ShapeNote(msgspec.Struct, frozen=True):
     baselines: dict[int, ConfigPair] = {}
     served: dict[int, int] = {}
     origin: Origin = "miss"
+    unfit: dict[int, ConfigPair] = {}
+    """SGLang's own answers that this GPU cannot launch; ``baselines`` has them as they were made to fit"""
 
 
 class Forgotten(msgspec.Struct, frozen=True):
@@ -233,7 +235,8 @@ def beyond(contents: Contents, known: Contents) -> Contents | None:
         and (record != old or texts.get(key) != known.record_text.get(key))
     }
     notes = {shape: note for shape, note in contents.notes.items() if note != known.notes.get(shape)}
-    notes.update({shape: contents.notes[shape] for shape in contents.note_text if shape not in known.note_text})
+    grown = (shape for shape, text in contents.note_text.items() if text != known.note_text.get(shape))
+    notes.update({shape: contents.notes[shape] for shape in grown})
     news = Contents(
         contents.environment,
         records,
@@ -293,13 +296,14 @@ _ORIGINS: tuple[Origin, ...] = ("miss", "fallback", "exact")
 
 
 def _merge_notes(a: ShapeNote, b: ShapeNote) -> ShapeNote:
-    baselines = dict(a.baselines)
-    for m, pair in b.baselines.items():
-        baselines[m] = max(baselines.get(m, pair), pair, key=msgspec.json.encode)
+    baselines, unfit = dict(a.baselines), dict(a.unfit)
+    for merged, more in ((baselines, b.baselines), (unfit, b.unfit)):
+        for m, pair in more.items():
+            merged[m] = max(merged.get(m, pair), pair, key=msgspec.json.encode)
     served = dict(a.served)
     for m, count in b.served.items():
         served[m] = max(served.get(m, 0), count)
-    return ShapeNote(a.shape, baselines, served, max(a.origin, b.origin, key=_ORIGINS.index))
+    return ShapeNote(a.shape, baselines, served, max(a.origin, b.origin, key=_ORIGINS.index), unfit)
 
 
 def _larger(a: dict[str, bytes], b: dict[str, bytes]) -> dict[str, bytes]:

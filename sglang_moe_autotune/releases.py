@@ -162,11 +162,16 @@ def environment(invoke: Callable[..., Any]) -> Environment:
         device_name=gpu.name,
         capability=(gpu.major, gpu.minor),
         sm_count=gpu.multi_processor_count,
-        shared_memory_bytes=int(getattr(gpu, "shared_memory_per_block_optin", 0)),
+        shared_memory_bytes=_shared_memory_bytes(gpu),
         l2_bytes=int(gpu.L2_cache_size),
         triton=triton.__version__,
         kernel_hash=kernel_hash(invoke),
     )
+
+
+def _shared_memory_bytes(gpu: Any) -> int:
+    """What a block may have at the most. PyTorch on ROCm does not tell more than it has without asking."""
+    return int(getattr(gpu, "shared_memory_per_block_optin", 0) or getattr(gpu, "shared_memory_per_block", 0))
 
 
 def driver_version() -> str:

@@ -60,7 +60,8 @@ def illegal(config: KernelConfig, shape: MoeShape) -> str | None:
             return f"BLOCK_SIZE_K={tile_k} must divide the {block_k} of block_shape: a tile has one scale along K"
         if max(tile_n, block_n) % min(tile_n, block_n):
             return f"BLOCK_SIZE_N={tile_n} and the {block_n} of block_shape must divide one another"
-    if shape.dtype in _WEIGHT_ONLY:
+    # Without groups SGLang takes the kernel that masks its loads along K.
+    if shape.dtype in _WEIGHT_ONLY and block_k > 0:
         packing = _WEIGHT_ONLY[shape.dtype]
         for name, depth in (("up", shape.w1_shape[2] * packing), ("down", shape.w2_shape[2] * packing)):
             if depth % tile_k:
@@ -83,12 +84,13 @@ def out_of_range(shape: MoeShape, M: int) -> str | None:  # noqa: N803
 def shared_memory_bytes(config: KernelConfig, shape: MoeShape, *, all_stages: bool = False) -> int:
     """The least shared memory that this config can need, in bytes: one tile of A and of B a stage in flight.
 
-    CUDA keeps one stage in registers (sm80 and later) or none (sm90); HIP keeps none, hence ``all_stages``.
-    The compiled binary states the true need; this is for what is not compiled yet.
+    CUDA keeps one stage in registers (sm80, sm86, sm89, sm120) or none (sm90, sm100); HIP keeps none, hence
+    ``all_stages``. int4 weights are unpacked on their way and need not pass through it. The compiled binary states
+    the true need; this is for what is not compiled yet.
     """
     stages = TRITON_STAGES if config.num_stages is None else config.num_stages
     if shape.dtype in _WEIGHT_ONLY:
-        a_bytes, b_bytes = 2, 1
+        a_bytes, b_bytes = 2, 2 - _WEIGHT_ONLY[shape.dtype]
     elif shape.dtype in EIGHT_BIT:
         a_bytes, b_bytes = 1, 1
     else:

@@ -7,7 +7,7 @@ import os
 import time
 from typing import TYPE_CHECKING, Any
 
-from sglang_moe_autotune import __version__, absence, deaths, live, metrics, releases, startup, switch
+from sglang_moe_autotune import absence, deaths, live, metrics, releases, startup, switch
 from sglang_moe_autotune.agenda import Agenda
 from sglang_moe_autotune.budget import Budget
 from sglang_moe_autotune.council import Place
@@ -101,9 +101,8 @@ class Serving:
         answer = self.lookup.answer(key, M, return_down_config)
         return None if answer is not None and releases.overridden() else answer
 
-    def missed(self, key: Call, M: int, answer: Any) -> None:  # noqa: N803
-        if not releases.overridden():
-            self.lookup.miss(key, M, answer)
+    def missed(self, key: Call, M: int, answer: Any) -> Any | None:  # noqa: N803
+        return None if releases.overridden() else self.lookup.miss(key, M, answer)
 
     def batch(self, scheduler: Any, batch: Any) -> None:
         self._idled = False
@@ -157,7 +156,7 @@ class Serving:
             self.start(open_device(self.settings, self.root, self.overlay.layers, self.compiles))
         elif fresh and self.store is not None:
             self.overlay.publish_stored(self.store.contents)
-        self._log_start()
+        live.log_start(self)
 
     def idle(self, scheduler: Any) -> bool:
         """One idle pass: at most one slice. True if it did work, so that SGLang's sleep is skipped."""
@@ -244,7 +243,7 @@ class Serving:
 
     def start(self, device: Device) -> None:
         """Open the store of the device's environment, publish what it holds, and get ready to tune."""
-        self.device, self.overlay.source = device, device.source
+        self.device = self.overlay.begin(device)
         self.switch.of_file = switch.read(self.root)
         self.switched()
         self.died = deaths.sentence(deaths.read(self.root, file_name(device.environment)))
@@ -265,8 +264,7 @@ class Serving:
         assert self.device is not None  # noqa: S101 - for the type checker
         assert self.store is not None  # noqa: S101 - as above
         assert self.harvest is not None  # noqa: S101 - as above
-        # What is not served is searched again.
-        known = filter(self.overlay.bits_hold, self.store.contents.records.values())
+        known = filter(self.overlay.bits_hold, self.store.contents.records.values())  # others are searched again
         seeds = relatives(self.root, self.device.environment)
         found = self._learned, self.harvest.tried
         return make_tuner(self.device, provider, self.settings, (known, seeds), found, agenda)
@@ -306,21 +304,6 @@ class Serving:
         elif self.died and self.place.ranks > 1:
             absence.tell(self.store, self.place, self.reason)
 
-    def _log_start(self) -> None:
-        missing = [path for path, there in self.hooks().items() if not there]
-        if missing:
-            logger.warning(
-                "MoE autotune %s: NOT hooked: %s. SGLang's loader says why above; see `sglang-moe-autotune doctor`.",
-                *(__version__, ", ".join(missing)),
-            )
-            return
-        shapes, rows = len(self.overlay.layers.keys), sum(len(rows) for rows in self.lookup.rows().values())
-        logger.info(
-            "MoE autotune %s: hooks in place; shapes on the Triton path: %d; learned rows: %d; mode %s; store %s.",
-            *(__version__, shapes, rows, self.settings.mode),
-            self.store.path if self.store is not None else "not opened",
-        )
-
     def _learned(self, record: Record) -> None:
         """The tuner's sink."""
         assert self.harvest is not None  # noqa: S101 - for the type checker
@@ -337,4 +320,5 @@ class Serving:
             self._let_go()
         if self.peers is not None:
             self.peers.stand_aside(reason)
+        self._idled = False
         self.state, self.reason = "standing aside", reason

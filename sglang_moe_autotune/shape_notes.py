@@ -6,8 +6,6 @@ import collections
 import itertools
 from typing import TYPE_CHECKING
 
-from sglang_moe_autotune import releases
-from sglang_moe_autotune.lookup import read_answer
 from sglang_moe_autotune.records import ShapeNote
 from sglang_moe_autotune.sglang_json import GRID
 
@@ -17,14 +15,17 @@ if TYPE_CHECKING:
     from sglang_moe_autotune.records import Origin
     from sglang_moe_autotune.shapes import ConfigPair, MoeShape
 
+    Stock = Callable[[MoeShape, int], tuple[ConfigPair | None, ConfigPair | None]]
+    """what is served without a learned row, and SGLang's own answer where that cannot be launched here"""
+
 _SERVED_EVERY_S = 60.0
 
 
 class ShapeNotes:
     """Collects the notes of this process, a little in each idle pass, and hands each to ``submit``."""
 
-    def __init__(self, submit: Callable[[ShapeNote], object]) -> None:
-        self._submit = submit
+    def __init__(self, submit: Callable[[ShapeNote], object], stock: Stock) -> None:
+        self._submit, self._stock = submit, stock
         self._origins: dict[MoeShape, Origin] = {}
         self._asking: collections.deque[Iterator[None]] = collections.deque()
         self._served: dict[int, int] = {}
@@ -52,17 +53,20 @@ class ShapeNotes:
         if self._served and now_s - self._submitted_s > _SERVED_EVERY_S:
             self._submitted_s = now_s
             for shape in self._origins:
-                self._note(shape, {})
+                self._note(shape, {}, {})
         return False
 
     def _ask(self, shape: MoeShape) -> Iterator[None]:
         """What SGLang uses at each M of the usual grid, and on both sides of each change between them: an
         export pins these."""
         found: dict[int, ConfigPair] = {}
+        unfit: dict[int, ConfigPair] = {}
 
         def ask(M: int) -> ConfigPair | None:  # noqa: N803
-            if M not in found and (pair := read_answer(releases.ask_stock(shape, M))) is not None:
-                found[M] = pair
+            if M not in found:
+                pair, own = self._stock(shape, M)
+                found.update({} if pair is None else {M: pair})
+                unfit.update({} if own is None else {M: own})
             return found.get(M)
 
         for M in GRID:  # noqa: N806
@@ -74,7 +78,7 @@ class ShapeNotes:
                 middle = (low + high) // 2
                 low, high = (middle, high) if ask(middle) == ask(low) else (low, middle)
                 yield
-        self._note(shape, found)
+        self._note(shape, found, unfit)
 
-    def _note(self, shape: MoeShape, baselines: dict[int, ConfigPair]) -> None:
-        self._submit(ShapeNote(shape, baselines, dict(self._served), self._origins[shape]))
+    def _note(self, shape: MoeShape, baselines: dict[int, ConfigPair], unfit: dict[int, ConfigPair]) -> None:
+        self._submit(ShapeNote(shape, baselines, dict(self._served), self._origins[shape], unfit))

@@ -118,6 +118,8 @@ class LiveStatus(msgspec.Struct, frozen=True, kw_only=True):
     current: tuple[str, int] | None = None
     rows: int = 0
     """learned rows that lookups answer from"""
+    fitted: int = 0
+    """(call, M) whose config SGLang chose and this GPU cannot launch: another one is served"""
     slices: int = 0
     gpu_s: float = 0.0
     gpu_s_last_hour: float = 0.0

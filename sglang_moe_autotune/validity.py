@@ -123,15 +123,16 @@ def _evidence_problems(evidence: Evidence) -> Iterator[str]:
 
 
 def _note_problems(note: ShapeNote) -> Iterator[str]:
-    for m in (*note.baselines, *note.served):
+    for m in (*note.baselines, *note.served, *note.unfit):
         if not 1 <= m <= _MAX_M:
             yield f"M must be 1 to {_MAX_M}, not {m}"
     for m, count in note.served.items():
         if not 0 <= count <= _MAX_COUNT:
             yield f"served[{m}] must be 0 to {_MAX_COUNT}, not {count}"
-    for m, pair in note.baselines.items():
-        if reason := _pair_problem(f"baselines[{m}]", pair, None):
-            yield reason
+    for name, pairs in (("baselines", note.baselines), ("unfit", note.unfit)):
+        for m, pair in pairs.items():
+            if reason := _pair_problem(f"{name}[{m}]", pair, None):
+                yield reason
 
 
 def _pair_problem(name: str, pair: ConfigPair, options: frozenset[str] | None) -> str | None:

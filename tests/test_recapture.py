@@ -67,6 +67,7 @@ class Server:
         self.found = Found((self.decode, self.prefill), {}, pool)  # type: ignore[arg-type]
         monkeypatch.setattr(graphs, "find", lambda _: self.found)
         monkeypatch.setattr(recapture.releases, "version", lambda: "0.5.16")
+        monkeypatch.setattr(recapture, "SHOWN", {("0.5.16", "triton", "MHATokenToKVPool")})
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (self.free, 80 * GIB))
         self.recapture = Recapture(Settings(**settings), self.lookup, lambda: [SHAPE], clock=lambda: self.now_s)
         for some in (self.decode, self.prefill):

@@ -65,7 +65,8 @@ def test_the_fastest_are_timed_again_without_the_samples_that_chose_them(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, machine: Machine
 ) -> None:
     """In 5 % noise the best of a thousand medians of three is a tenth too low; what is written is not."""
-    machine.provider.noise = 0.05  # type: ignore[attr-defined]
+    noisy = machine._replace(provider=ReplayProvider(ORIGINAL, noise_percent=5.0))
+    monkeypatch.setattr(record_landscape.machine, "gpu_machine", lambda _: noisy)
     out = tmp_path / "made.json.gz"
     assert record(monkeypatch, "--m", "1024", "--out", str(out)) == 0
     made = landscape.load(out)

@@ -171,6 +171,15 @@ def test_what_is_beyond_brings_the_old_up_to_the_new(a: Contents, b: Contents) -
     assert beyond(both, both) is None
 
 
+def test_a_field_of_a_newer_version_that_is_added_to_a_note_is_news() -> None:
+    shape, note = v.shape(), v.note(None, 1)
+    old = msgspec.structs.replace(v.contents(note), note_text={shape: {"later": b"1"}})
+    new = msgspec.structs.replace(v.contents(note), note_text={shape: {"later": b"1", "newer": b"1"}})
+    news = beyond(merge(old, new), old)
+    assert news is not None
+    assert merge(old, news) == merge(old, new)
+
+
 def test_a_change_leaves_the_contents_it_started_from_alone() -> None:
     before = v.contents(v.record(1), v.note(None, 1))
     text = encode(before)

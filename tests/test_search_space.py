@@ -142,6 +142,13 @@ def test_the_space_of_rocm_is_the_one_of_sglangs_tuner() -> None:
         assert near in space
 
 
+def test_weights_without_groups_take_the_kernel_that_masks_its_loads() -> None:
+    shape = MoeShape((64, 1408, 2048), (64, 2048, 704), 6, "int8_w8a16")
+    assert illegal(KernelConfig(64, 64, 128, 1, 4, 3), shape) is None
+    grouped = MoeShape(shape.w1_shape, shape.w2_shape, 6, "int8_w8a16", (0, 128))
+    assert illegal(KernelConfig(64, 64, 128, 1, 4, 3), grouped)
+
+
 @pytest.mark.parametrize(
     ("shape", "most"),
     [
