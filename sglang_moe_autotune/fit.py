@@ -64,7 +64,7 @@ def why_not(source: Source, rule: Rule) -> list[str]:
         return [found.reason] if found.reason else []
     if isinstance(rule, OneOf):
         reasons = [_lacking(source, needs) for _, needs in rule.ways]
-        return [] if not all(reasons) else [" or else ".join(each[0] for each in reasons)]
+        return [] if not all(reasons) else [" or else ".join(dict.fromkeys(each[0] for each in reasons))]
     return list(_plain(source, rule))
 
 
