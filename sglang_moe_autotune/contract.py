@@ -140,6 +140,11 @@ LAUNCH: Final = (_FUSED, "invoke_fused_moe_kernel")
 UNSUPPORTED: Final[dict[str, str]] = {}
 """releases that this package states not to support, with the reason"""
 
+WITHOUT: Final[dict[Part, tuple[str, ...]]] = {
+    "recapture": ("0.5.11", "0.5.12", "0.5.12.post1", "0.5.14", "0.5.15", "0.5.15.post1"),
+}
+"""releases that are known to lack a part which is not needed"""
+
 NEEDED: Final[tuple[Part, ...]] = (
     "hooks", "lookup", "layers", "launch", "pauses", "requests", "batches", "arguments",
 )  # fmt: skip
