@@ -119,16 +119,17 @@ class Lookup:
     def publish(self, changes: Iterable[tuple[CallKey, int, ConfigPair | None]]) -> None:
         """Swap in a table with these rows set (or taken back, where None)."""
         table, answers = dict(self._table), dict(self._answers)
+        copied: set[CallKey] = set()
         for key, M, pair in changes:  # noqa: N806
-            rows = dict(table.get(key, {}))
+            if key not in copied:  # once: a start publishes all that is stored
+                copied.add(key)
+                table[key], answers[key] = dict(table.get(key, {})), dict(answers.get(key, {}))
             if pair is None:
-                rows.pop(M, None)
+                table[key].pop(M, None)
+                answers[key].pop(M, None)
             else:
-                rows[M] = pair
-            table[key] = rows
-            answers[key] = {
-                m: (row.up.to_dict(), row.down.to_dict(), row.down.BLOCK_SIZE_M) for m, row in rows.items()
-            }
+                table[key][M] = pair
+                answers[key][M] = pair.up.to_dict(), pair.down.to_dict(), pair.down.BLOCK_SIZE_M
         self._table, self._answers = table, answers
         self.epoch += 1
 

@@ -44,6 +44,5 @@ CAPTURE = HookTarget("sglang.srt.model_executor.model_runner", "ModelRunner.init
 CAPTURE_BEFORE_0516 = HookTarget("sglang.srt.model_executor.model_runner", "ModelRunner.init_device_graphs")
 _RECEIVER = "sglang.srt.managers.scheduler_components.request_receiver"
 RECEIVE = HookTarget(_RECEIVER, "SchedulerRequestReceiver._pull_raw_reqs")
-OPTIONAL = (SERVER_INFO, CONTROL, CAPTURE, CAPTURE_BEFORE_0516, RECEIVE)
-"""Not in ``TARGETS``: without them the server says less, is switched by the file alone, has no window before its graphs
-are captured, puts no vote on them to all ranks, and tunes all the same."""
+"""These five are not in ``TARGETS``: without them the server says less, is switched by the file alone, has no window
+before its graphs are captured, puts no vote on them to all ranks, and tunes all the same."""
