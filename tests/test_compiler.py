@@ -204,7 +204,7 @@ def meet_a_faulty_child() -> dict[str, object]:
 
 
 def lose_workers(every: bool) -> dict[str, object]:
-    """Kill the process that compiles the first of eight orders, or each that is started."""
+    """Kill the process that compiles one of eight orders, or each that is started, with an order in its hands."""
     import builtins
     import contextlib
     import os
@@ -213,6 +213,7 @@ def lose_workers(every: bool) -> dict[str, object]:
     from pathlib import Path
 
     from sglang_moe_autotune.bench import Declined
+    from sglang_moe_autotune.compile_child import WORKER_NAME
     from sglang_moe_autotune.compiler import Compiler
 
     config = {"BLOCK_SIZE_M": 128 if every else 64, "BLOCK_SIZE_N": 32, "GROUP_SIZE_M": 1, "num_warps": 4}
@@ -227,17 +228,18 @@ def lose_workers(every: bool) -> dict[str, object]:
             child = compiler._child
             if child is not None and (every or not killed):
                 for worker in set(Path(f"/proc/{child.pid}/task/{child.pid}/children").read_text().split()) - killed:
-                    time.sleep(0.2)  # it has begun by then, and a first compile takes longer
                     with contextlib.suppress(FileNotFoundError):  # imports start short-lived programs as well
-                        if b"compile_child" in Path(f"/proc/{worker}/cmdline").read_bytes():
+                        if Path(f"/proc/{worker}/comm").read_text().strip() == WORKER_NAME:
+                            os.kill(int(worker), signal.SIGSTOP)
+                            time.sleep(0.5)  # it answers nothing any more, and is handed an order if it had none
                             os.kill(int(worker), signal.SIGKILL)
                             killed.add(worker)
-            time.sleep(0.02)
+            time.sleep(0.002)
     except Declined as declined:
         return {"declined": str(declined), "failed": compiler.counts["failed"]}
     finally:
         compiler.close()
-    return {"states": now, "killed": len(killed)}
+    return {"states": sorted(now), "killed": len(killed)}
 
 
 def test_a_candidate_is_compiled_elsewhere_and_found_here(scheduler: SchedulerProcess) -> None:
