@@ -33,9 +33,8 @@ class Passes:
 
     def begin(self, provider: Any) -> None:
         """The first slices of a window are small: a request often comes soon after another."""
-        self._window += 1
-        if self._window in {1, pace.SMALL_SLICES + 1}:
-            share = pace.SMALL_SHARE if self._window == 1 else 1.0
+        if self._window in {0, pace.SMALL_SLICES}:
+            share = pace.SMALL_SHARE if self._window == 0 else 1.0
             provider.slice_us = share * self._slice_us
 
     def end(self, taken_s: float, now: float, *, launched: bool, watched: bool = True) -> None:
@@ -43,6 +42,7 @@ class Passes:
 
         Not watched: a recording keeps no request waiting, and its passes are as long as the simulation takes.
         """
+        self._window += launched
         if self.lengths_s is not None:
             self.lengths_s.append(taken_s)
         if not watched:

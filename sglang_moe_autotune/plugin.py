@@ -71,7 +71,7 @@ class Fence:
 _FENCES = {
     LOOKUP.name: Fence("lookup", "SGLang's own configs are used from now on"),
     IDLE.name: Fence("idle", "nothing is tuned any more, learned rows stay in use"),
-    BATCH.name: Fence("batch", "served sizes are no longer counted"),
+    BATCH.name: Fence("batch", "nothing is tuned any more, learned rows stay in use"),
     LOAD.name: Fence("load", "nothing stored is used and nothing is tuned"),
     REQUESTS.name: Fence("request", "nothing is tuned any more, learned rows stay in use"),
     SERVER_INFO.name: Fence("server info", "/server_info does not show it any more"),
@@ -110,7 +110,9 @@ def register() -> None:
     for target, (hook, kind) in _HOOKS.items():
         HookRegistry.register(target.path, hook, HookType[kind])
     for target, (hook, kind) in _OPTIONAL_HOOKS.items():
-        wanted = hook is not on_capture or settings.startup_s > 0
+        wanted = (hook is not on_capture or settings.startup_s > 0) and (
+            hook is not on_receive or settings.recapture == "idle"  # several ranks capture again only where asked to
+        )
         if wanted and _why_unusable(target) is None:
             HookRegistry.register(target.path, hook, HookType[kind])
 
@@ -176,7 +178,7 @@ def on_lookup(
 def on_idle(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:
     """AROUND ``Scheduler.maybe_sleep_on_idle``: one slice; SGLang's own sleep only when no work is ready."""
     state, fence = _serving, _FENCES[IDLE.name]
-    if state is not None and not _FENCES[REQUESTS.name].broken:
+    if state is not None and not _FENCES[REQUESTS.name].broken and not _FENCES[BATCH.name].broken:
         if fence.call(state.idle, scheduler):
             return None
         if fence.broken:
@@ -185,9 +187,12 @@ def on_idle(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: 
 
 
 def on_batch(scheduler: Any, *args: Any, **kwargs: Any) -> None:
-    """BEFORE ``Scheduler.run_batch``: count what is served."""
-    if _serving is not None:
-        _FENCES[BATCH.name].call(_serving.batch, scheduler, _first(args, kwargs))
+    """BEFORE ``Scheduler.run_batch``: count what is served, and when."""
+    state, fence = _serving, _FENCES[BATCH.name]
+    if state is not None:
+        fence.call(state.batch, scheduler, _first(args, kwargs))
+        if fence.broken:
+            state.stop("when requests run can no longer be followed; the log has it")
 
 
 def _first(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

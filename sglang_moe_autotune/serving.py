@@ -94,6 +94,8 @@ class Serving:
         self._startup_done = False
         self._doorbell: Doorbell | None = None
         self._last_request_s = time.monotonic()
+        self._served = False
+        """was there a batch since the last idle pass? Its hook runs before it, and it may take seconds"""
         self.idle_time = IdleTime(self._last_request_s)
 
     def answer(self, key: Call, M: int, return_down_config: bool) -> Any | None:  # noqa: N803
@@ -107,9 +109,9 @@ class Serving:
     def batch(self, scheduler: Any, batch: Any) -> None:
         self._idled = False
         if releases.is_filler(batch):
-            self._last_request_s = time.monotonic()  # another rank is not idle, so this one is not
+            self._served = True  # another rank is not idle, so this one is not
         if (found := releases.batch_tokens(scheduler, batch)) is not None:
-            self._last_request_s = time.monotonic()
+            self._served = True
             self.heat.batch(*found)
             if found[0] == "prefill" and found[1] >= _LONG_PREFILL and self._scratch_bytes() > _SMALL_SCRATCH_BYTES:
                 self._let_go()  # it may need the memory, and takes far longer than giving it back
@@ -135,12 +137,15 @@ class Serving:
         self.overlays = self.switch.level != "off" and not self._deterministic
 
     def stop(self, reason: str) -> None:
-        """Tune no more in this process; learned rows stay in use."""
+        """Tune no more in this process; learned rows stay in use. Never raises: it is called after a fault."""
         if self.state != "off":
             self.state, self.reason = "off", reason
-            self._let_go()
-            if self.peers is not None:
-                self.peers.stop(reason)
+            try:
+                if self.peers is not None:
+                    self.peers.stop(reason)
+                self._let_go()
+            except Exception:
+                logger.exception("MoE autotune could not give everything back when it stopped.")
             self.tuner = None
 
     def loaded(self, model_runner: Any) -> None:
@@ -161,6 +166,8 @@ class Serving:
     def idle(self, scheduler: Any) -> bool:
         """One idle pass: at most one slice. True if it did work, so that SGLang's sleep is skipped."""
         now = time.monotonic()
+        if self._served:
+            self._served, self._last_request_s = False, now
         if not self._attached:
             self._attach(scheduler)
         if self.recapture.idle(scheduler, now - self._last_request_s, self._let_go, overlays=self.overlays):
