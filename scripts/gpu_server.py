@@ -62,6 +62,9 @@ class Model(NamedTuple):
         return folder
 
 
+MULTICAST_OFF = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
+"""Of several GPUs: NVLink multicast is left alone on a machine whose GPUs others share. Only where nothing is set."""
+
 FLAGS = (
     *("--load-format", "dummy", "--skip-tokenizer-init"),
     *("--attention-backend", "triton", "--sampling-backend", "pytorch"),
@@ -81,6 +84,7 @@ class Server:
     ) -> None:
         self.port, self.log = port, log
         command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(model), "--port", str(port)]
+        self._stopped = False
         own = {"HF_HUB_OFFLINE": "1", "SGLANG_DISABLE_CUDNN_CHECK": "1", "PYTHONUNBUFFERED": "1"}
         begun = time.monotonic()
         with log.open("wb") as out:
@@ -88,8 +92,8 @@ class Server:
                 [*command, *FLAGS, *flags],
                 stdout=out,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, **own, **environ},
-                start_new_session=True,
+                env={**MULTICAST_OFF, **os.environ, **own, **environ},
+                process_group=0,  # of its own, to be ended as a whole; in this session, which may be ended from outside
             )
         try:
             while not self._healthy():
@@ -137,10 +141,18 @@ class Server:
         parameters = {"max_new_tokens": new_tokens, "temperature": 0.0, "ignore_eos": True}
         return self.post("/generate", {"input_ids": tokens, "sampling_params": parameters})
 
+    def rest(self) -> None:
+        """Have the plugin launch nothing more, so that the end to come is none in the middle of a first launch, of
+        which two make the next start on the same store read-only."""
+        with contextlib.suppress(OSError):
+            self.post("/set_internal_state", {"server_args": {"moe_autotune": 1}}, timeout_s=20)
+            time.sleep(0.3)
+
     def stop(self) -> None:
-        """End the server and what it started: its own process group."""
-        if self.process.poll() is not None:
+        """End the server and what it started: its own process group, also where the launcher ended before it."""
+        if self._stopped:
             return
+        self._stopped = True
         for number, wait_s in ((signal.SIGTERM, 10), (signal.SIGKILL, 10)):
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.process.pid, number)
