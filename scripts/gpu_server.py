@@ -65,6 +65,15 @@ class Model(NamedTuple):
 MULTICAST_OFF = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
 """Of several GPUs: NVLink multicast is left alone on a machine whose GPUs others share. Only where nothing is set."""
 
+FEWER_SIZES = (
+    *("--chunked-prefill-size", "2048", "--cuda-graph-bs-decode", *map(str, (1, 2, 4, 8, 12, 16))),
+    "--cuda-graph-bs-prefill",
+    *map(str, (32, 48, 64, 96, 128, 192, 256, 320, 384, 512, 640, 768, 896, 1024, 1280, 1536, 1792, 2048)),
+)
+"""24 captured sizes: a start takes less, and there is a minute of idle time's work to learn all"""
+
+READY = "The server is fired up and ready to roll"
+
 FLAGS = (
     *("--load-format", "dummy", "--skip-tokenizer-init"),
     *("--attention-backend", "triton", "--sampling-backend", "pytorch"),
@@ -75,8 +84,9 @@ FLAGS = (
 class Server:
     """Starts the server, waits until it is healthy, and ends it by its process id.
 
-    ``started_s``: seconds from start to the first healthy answer. Raises RuntimeError with the end of the log
-    if it ends or is not healthy in time.
+    ``started_s``: seconds from start to the first healthy answer, which takes a second of its own. ``ready_s``: to the
+    line of the log that says so; 0 where there was none. Raises RuntimeError with the end of the log if it ends or is
+    not healthy in time.
     """
 
     def __init__(
@@ -84,7 +94,7 @@ class Server:
     ) -> None:
         self.port, self.log = port, log
         command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(model), "--port", str(port)]
-        self._stopped = False
+        self._stopped, self.ready_s = False, 0.0
         own = {"HF_HUB_OFFLINE": "1", "SGLANG_DISABLE_CUDNN_CHECK": "1", "PYTHONUNBUFFERED": "1"}
         begun = time.monotonic()
         with log.open("wb") as out:
@@ -96,13 +106,20 @@ class Server:
                 process_group=0,  # of its own, to be ended as a whole; in this session, which may be ended from outside
             )
         try:
-            while not self._healthy():
+            while not (self._ready(begun) and self._healthy()):
                 self._check(begun, wait_s)
-                time.sleep(0.2)
+                time.sleep(0.1)
         except BaseException:
             self.stop()
             raise
         self.started_s = time.monotonic() - begun
+
+    def _ready(self, begun: float) -> bool:
+        """Is it worth to ask for its health? Where the log does not tell, from half a minute on."""
+        taken_s = time.monotonic() - begun
+        if not self.ready_s and READY in self.text():
+            self.ready_s = taken_s
+        return self.ready_s > 0 or taken_s > 30
 
     def _check(self, begun: float, wait_s: float) -> None:
         taken_s = time.monotonic() - begun
