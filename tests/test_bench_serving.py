@@ -259,6 +259,21 @@ def timed_hooks() -> dict[str, object]:
     serving.lookup.take_seen(99)
     serving._last_request_s -= 1000
 
+    class Peers:
+        """As far as a step and what is put in a tuner's place go."""
+
+        def __init__(self) -> None:
+            self._tuner, self._agenda, self.stepped = serving.tuner, serving.agenda, []
+
+        def step(self, _now_s: float, *, deep_idle: bool) -> str:
+            self.stepped.append(self._tuner)
+            return self._tuner.step(deep_idle)
+
+        def abandon(self) -> None: ...
+        def stand_aside(self, _reason: str) -> None: ...
+
+    serving.peers = peers = Peers()
+
     class Stub:
         maybe_sleep_on_idle = Scheduler.maybe_sleep_on_idle
         _engine_paused = False
@@ -276,10 +291,14 @@ def timed_hooks() -> dict[str, object]:
     found = serving_probe.micro(stub)
     left = serving.tuner.snapshot().queue
     forgotten = serving_probe.forget(stub)
-    serving.tuner = None
+    fresh = serving.tuner
+    stub.maybe_sleep_on_idle()
+    stepped_on = peers.stepped[-1] is fresh and fresh._agenda is peers._agenda
+    serving.tuner = serving.peers = None
     return {
         "slices": len(slices), "in_order": all(b <= e for _, b, e, _ in slices), "micro": found,
-        "switch": serving.switch.level, "left": len(left), "forgotten": forgotten["queued"], "M": SMALL.slug,
+        "switch": serving.switch.level, "left": len(left), "forgotten": forgotten["queued"], "stepped_on": stepped_on,
+        "M": SMALL.slug,
     }  # fmt: skip
 
 
@@ -293,6 +312,7 @@ def test_the_probe_sees_slices_and_times_the_hooks_in_a_scheduler(scheduler: Sch
     assert told["in_order"]
     assert told["forgotten"] == 3 >= told["left"]
     assert told["switch"] == "on"
+    assert told["stepped_on"]
     for cost in told["micro"]["idle_ns"].values():
         assert 0 < cost["stock"] < cost["hooked"]
     assert all(value > 0 for value in told["micro"]["lookup_ns"].values())
