@@ -31,7 +31,6 @@ from typing import TYPE_CHECKING, Any
 
 import serving_probe as probe
 from bench_figures import Check, Request, Slices, added_latency, latency_checks, quantile, ratio, slices_by_m, within
-from demo_gpu import site_folder
 from gpu_parts import LIMIT_S, Parts, end_on_terminate
 from gpu_server import FEWER_SIZES, Model, Server
 
@@ -44,7 +43,6 @@ WARM = ("stock-warm", "plugin-warm")
 STARTS = ("stock-cold", "plugin-cold", "plugin-store-only", *WARM, *WARM)
 FLAGS = FEWER_SIZES
 HERE = Path(__file__).resolve().parent
-sys.path.append(str(HERE.parent))
 VOCABULARY = 31_000
 FEW_LEFT = 24
 """M in the queue below which the tuner forgets, so that the next turn has work: as many as are captured"""
@@ -210,10 +208,7 @@ class Bench:
         shutil.copy(HERE / "serving_probe.py", folder)
         (info / "METADATA").write_text("Metadata-Version: 2.1\nName: serving-probe\nVersion: 0\n")
         (info / "entry_points.txt").write_text("[sglang.srt.plugins]\nserving_probe = serving_probe:register\n")
-        group = importlib.metadata.entry_points(group="sglang.srt.plugins")
-        installed = any(point.name == "moe_autotune" for point in group)
-        ours = [] if installed else [str(site_folder(self.work / "checkout"))]
-        return [str(folder), str(HERE.parent), *ours]
+        return [str(folder)]
 
     def environ(self, **more: str) -> dict[str, str]:
         return {

@@ -26,7 +26,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from gpu_server import Model, Server
+from gpu_server import Model, Server, with_checkout
 
 from sglang_moe_autotune import records, status, store
 from sglang_moe_autotune.shapes import GEMMS, KernelConfig, MoeShape
@@ -272,7 +272,8 @@ def watch(run: Run) -> None:
     """What a person sees who watches the server: some seconds of ``status --watch``, kept beside the figures."""
     command = [sys.executable, "-m", "sglang_moe_autotune.cli", "status", "--watch", "--dir", str(run.work / "store")]
     with (run.out / "status_watch.txt").open("wb") as out:
-        process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT)
+        environ = with_checkout({**os.environ})
+        process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=environ)
         time.sleep(6.0)
         process.send_signal(signal.SIGINT)
         code = process.wait(20)
@@ -285,7 +286,7 @@ def later_servers(run: Run) -> None:
     """Export, then a stock server on the files, then a warm one with the plugin."""
     export = run.work / "export"
     command = [sys.executable, "-m", "sglang_moe_autotune.cli", "export", str(export), "--dir", str(run.work / "store")]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=with_checkout({**os.environ}))
     run.check("(d) export", done.returncode == 0, (done.stderr or done.stdout).strip()[-300:])
     for file in export.rglob("*.json"):
         shutil.copy(file, run.out / f"export_{'down' if file.stem.endswith('_down') else 'up'}.json")

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import importlib.metadata
 import json
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.error
 import urllib.request
-from typing import TYPE_CHECKING, Any, NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
-if TYPE_CHECKING:
-    from pathlib import Path
+ROOT = Path(__file__).resolve().parent.parent
+if str(ROOT) not in sys.path:
+    sys.path.insert(0, str(ROOT))  # this checkout, whether it is installed or another version of it
 
 
 class Model(NamedTuple):
@@ -81,6 +86,28 @@ FLAGS = (
 )
 
 
+@functools.cache
+def entry_point() -> tuple[str, ...]:
+    """A folder for PYTHONPATH from which SGLang finds the plugin; none where this Python knows it already."""
+    if any(point.name == "moe_autotune" for point in importlib.metadata.entry_points(group="sglang.srt.plugins")):
+        return ()
+    from sglang_moe_autotune import __version__ as version  # noqa: PLC0415 - found on the path that is set above
+
+    site = Path(tempfile.gettempdir()) / f"moe-autotune-entry-point-{os.getpid()}"
+    folder = site / f"sglang_moe_autotune-{version}.dist-info"
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: sglang-moe-autotune\nVersion: {version}\n")
+    points = "[sglang.srt.plugins]\nmoe_autotune = sglang_moe_autotune.plugin:register\n"
+    (folder / "entry_points.txt").write_text(points)
+    return (str(site),)
+
+
+def with_checkout(environ: dict[str, str]) -> dict[str, str]:
+    """These variables, by which a process finds this checkout before anything else."""
+    path = [str(ROOT), *entry_point(), *filter(None, [environ.get("PYTHONPATH")])]
+    return {**environ, "PYTHONPATH": os.pathsep.join(path)}
+
+
 class Server:
     """Starts the server, waits until it is healthy, and ends it by its process id.
 
@@ -102,7 +129,7 @@ class Server:
                 [*command, *FLAGS, *flags],
                 stdout=out,
                 stderr=subprocess.STDOUT,
-                env={**MULTICAST_OFF, **os.environ, **own, **environ},
+                env=with_checkout({**MULTICAST_OFF, **os.environ, **own, **environ}),
                 process_group=0,  # of its own, to be ended as a whole; in this session, which may be ended from outside
             )
         try:
