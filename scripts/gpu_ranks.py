@@ -208,7 +208,10 @@ def told_state(server: Server) -> dict[str, Any]:
 
 def stop_a_rank(run: Run, server: Server, rank: int, name: str) -> None:
     """SIGSTOP for 3 s: the others wait in SGLang's broadcast, as for any slow rank, and all goes on afterwards."""
-    live = run.live().get(rank)
+    end, live = time.monotonic() + 10, run.live().get(rank)
+    while live is None and time.monotonic() < end:
+        time.sleep(0.5)
+        live = run.live().get(rank)
     if live is None:
         run.check(name, False, f"rank {rank} has no live status")
         return
