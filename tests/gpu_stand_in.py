@@ -178,7 +178,8 @@ class StandIn(Server):
         while not self.ended.wait(0.02):
             ready = [(notes / f"ready-{rank}").exists() for rank in (0, 1)]
             for rank in (0, 1):
-                (board / f"rank-{rank}.json").write_bytes(msgspec.json.encode({"rank": rank, "vote": int(ready[rank])}))
+                (board / "part").write_bytes(msgspec.json.encode({"rank": rank, "vote": int(ready[rank])}))
+                (board / "part").replace(board / f"rank-{rank}.json")
             if all(ready):
                 for rank in (0, 1):
                     for name, what in (("captured", {"sizes": [16], "unix_s": time.time()}),
