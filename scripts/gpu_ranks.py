@@ -131,6 +131,13 @@ class Run:
         servers = status.read(self.store).servers
         return {s.live.rank: s.live for s in servers if s.presence == "running"}
 
+    def live_ranks(self, ranks: int, wait_s: float = 10.0) -> dict[int, status.LiveStatus]:
+        """The same, once so many ranks have said something; what there is after a while."""
+        end = time.monotonic() + wait_s
+        while len(live := self.live()) < ranks and time.monotonic() < end:
+            time.sleep(0.2)
+        return live
+
     def rows(self) -> dict[int, records.Record]:
         found = [listed for listed in store.environments(self.store) if listed.environment is not None]
         if len(found) != 1:
@@ -208,10 +215,7 @@ def told_state(server: Server) -> dict[str, Any]:
 
 def stop_a_rank(run: Run, server: Server, rank: int, name: str) -> None:
     """SIGSTOP for 3 s: the others wait in SGLang's broadcast, as for any slow rank, and all goes on afterwards."""
-    end, live = time.monotonic() + 10, run.live().get(rank)
-    while live is None and time.monotonic() < end:
-        time.sleep(0.5)
-        live = run.live().get(rank)
+    live = run.live_ranks(2).get(rank)
     if live is None:
         run.check(name, False, f"rank {rank} has no live status")
         return
@@ -245,7 +249,7 @@ def wait_until_learned(run: Run, most_s: float, begun: float) -> float:
 
 def report(run: Run, server: Server, taken_s: float, ranks: int) -> None:
     time.sleep(4.0)
-    live, rows = run.live(), run.rows()
+    live, rows = run.live_ranks(ranks), run.rows()
     faster = {M: r for M, r in rows.items() if r.verdict == "faster" and r.source == "learned"}
     run.found["learning_s"] = round(taken_s, 1)
     run.found["rows"] = {
@@ -416,7 +420,7 @@ def differ(run: Run, name: str, stock: list[Answer], noise: dict[str, float]) ->
         mixed = log_probabilities(server)
         answer = server.generate(prompts(), 8)
         time.sleep(4.0)
-        rows = {rank: live.rows for rank, live in sorted(run.live().items())}
+        rows = {rank: live.rows for rank, live in sorted(run.live_ranks(2).items())}
     apart = gpu_answers.difference(stock, mixed)
     run.found[name] = {"rows": rows, "apart": apart}
     counts = sorted(rows.values())
