@@ -285,7 +285,8 @@ def log_is_clean(run: Run, server: Server, when: str) -> None:
 
 
 def part_tp(run: Run, parts: Parts) -> None:
-    with run.serve("learns", RANKS_PROBE_GRAPHS=str(run.notes)) as server:
+    # Without ``idle`` no message is put to all ranks.
+    with run.serve("learns", RANKS_PROBE_GRAPHS=str(run.notes), SGLANG_MOE_AUTOTUNE_RECAPTURE="idle") as server:
         parts.run("tp: cache", lambda: keep_cache(run))
         begun = run.begin()
         answer = server.generate(prompts(), 8)
