@@ -236,9 +236,10 @@ class Soak:
         self._number += 1
         rng = random.Random(self._number)  # noqa: S311 - prompts
         length = int(2 ** rng.uniform(1, 11.3))
+        shared = [(17 * j) % 31000 + 5 for j in range(rng.randrange(50, 400))] if rng.random() < 0.4 else []
         return {
             "rid": f"soak-{self._number}",
-            "input_ids": [rng.randrange(5, 31000) for _ in range(min(length, LONGEST_PROMPT))],
+            "input_ids": shared + [rng.randrange(5, 31000) for _ in range(min(length, LONGEST_PROMPT))],
             "sampling_params": {"max_new_tokens": new_tokens, "temperature": 0.0, "ignore_eos": True},
         }
 

@@ -15,6 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "scripts"))
 
 import gpu_acceptance
 import gpu_parts
+import gpu_preflight
 import gpu_ranks
 import gpu_recapture
 import plot_life
@@ -122,3 +123,14 @@ def test_parts_are_kept_at_once_and_fail_alone(tmp_path: Path, capsys: pytest.Ca
     assert kept["faults"]["long"].startswith("left out")
     assert parts.failed
     assert "[FAIL] breaks" in capsys.readouterr().out
+
+
+def test_the_preflight_sees_this_checkout_and_tells_what_is_missing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(gpu_preflight, "NEEDED", ("json", "no_such_package"))
+    assert run(gpu_preflight, monkeypatch, "--gpus", "64") == 1
+    told = capsys.readouterr().out
+    assert "[FAIL] no_such_package: ModuleNotFoundError" in told
+    assert "[ok] the package is this checkout's" in told
+    assert "[FAIL] 64 GPU" in told
