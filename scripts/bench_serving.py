@@ -308,10 +308,20 @@ def run_live(bench: Bench, server: Server, parts: Sequence[str]) -> None:
     if "micro" in parts:
         run("micro", lambda: run_micro(bench, server))
     bench.switch(server, tuning=False)
+    bench.findings["watch"] = watch(bench.work / "store")
     after = bench.ask("memory-after")
     bench.findings["memory"] = {"before": before, "after": after}
     grown = (before["free"] - after["free"]) / 2**20
     bench.checks.append(Check("device memory, by the driver's count", "stated", f"{grown:+.0f} MiB", True))
+
+
+def watch(root: Path) -> dict[str, Any]:
+    """What the plugin's own watch over its passes says, by its live file."""
+    from sglang_moe_autotune import status  # noqa: PLC0415 - of this checkout, where it is not installed
+
+    lives = [found.live for found in status.read(root).servers if found.presence == "running"]
+    names = ("passes_over", "pauses", "pass_longest_us", "pass_p99_us", "slices", "gpu_s", "rows")
+    return {name: getattr(lives[0], name) for name in names} if lives else {}
 
 
 def run_micro(bench: Bench, server: Server) -> None:

@@ -223,6 +223,11 @@ def report_learning(
     run.findings["deferred"] = dict(live.deferred)
     run.findings["gpu_s"] = live.gpu_s
     run.findings["slices"] = live.slices
+    run.findings["watch"] = watched = {
+        "passes_over": live.passes_over, "pauses": live.pauses, "pass_longest_us": round(live.pass_longest_us),
+        "pass_p99_us": live.pass_p99_us,
+    }  # fmt: skip
+    run.check("tuning never paused itself", live.pauses == 0, str(watched))
     counts = live.compile
     run.findings["compile"] = {"ordered": counts.ordered, "ready": counts.ready, "failed": counts.failed}
     run.check("(b) rows learned for captured M", bool(faster), f"{len(faster)} faster, {len(rows) - len(faster)} kept,"
