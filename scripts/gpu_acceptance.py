@@ -116,7 +116,7 @@ def profile(server: Server, folder: Path) -> dict[int, list[dict[str, Any]]]:
     found = {}
     long_prompt = [[(11 * j) % 31000 + 5 for j in range(PREFILL_TOKENS)]]
     for M, request, new in ((PREFILL_TOKENS, long_prompt, 1), (DECODE_BATCH, prompts(), DECODE_STEPS)):  # noqa: N806
-        server.post("/flush_cache", {})
+        server.flush()
         before = set(folder.rglob("*.json.gz"))
         server.post("/start_profile", {"output_dir": str(folder), "activities": ["CPU", "GPU"]})
         server.generate(request, new)

@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-LIMIT_S = 560.0
-"""of a whole script, by default"""
+LIMIT_S = 540.0
+"""of a whole script, by default: machines are lent for ten minutes at a time, and unpacking takes some of them"""
 
 
 class Parts:

@@ -382,7 +382,7 @@ def uncleared(run: Run, server: Server) -> None:
     """
     found = {}
     for name, clear in (("first", True), ("again", True), ("uncleared", False)):
-        server.post("/flush_cache", {})
+        server.flush()
         cache_prefix(server, PREFIX_TOKENS // 2)
         run.command(sizes=[f"prefill {max(PREFILL_SIZES)}"], clear=clear)
         found[name] = fixed_set(server)

@@ -185,6 +185,17 @@ class Server:
         parameters = {"max_new_tokens": new_tokens, "temperature": 0.0, "ignore_eos": True}
         return self.post("/generate", {"input_ids": tokens, "sampling_params": parameters})
 
+    def flush(self, wait_s: float = 60.0) -> None:
+        """Empty the radix cache once nothing runs any more; refused before that, also right after an answer. Raises
+        TimeoutError where a request never ends."""
+        end = time.monotonic() + wait_s
+        while time.monotonic() < end:
+            with contextlib.suppress(urllib.error.HTTPError):
+                self.post("/flush_cache", {})
+                return
+            time.sleep(0.1)
+        raise TimeoutError(f"the server is not idle after {wait_s:.0f} s")
+
     def rest(self) -> None:
         """Have the plugin launch nothing more, so that the end to come is none in the middle of a first launch, of
         which two make the next start on the same store read-only."""

@@ -137,7 +137,6 @@ class Soak:
 
     def flush(self) -> None:
         self.wait_until_idle()
-        self.server.post("/flush_cache", {})
 
     def health(self) -> None:
         for path in ("/health", "/health_generate"):
@@ -196,10 +195,9 @@ class Soak:
 
     def sample(self) -> None:
         """Memory at rest: no bench open, no block cached. And how far tuning is."""
-        self.wait_until_idle()
         self.set_level(1)
-        self.server.post("/flush_cache", {})
-        time.sleep(0.5)
+        time.sleep(0.3)
+        self.wait_until_idle()
         live = self.live()
         self.samples.append({
             "unix_s": time.time(), "free_mib": free_mib(), "rss_mib": rss_mib(self.server.process.pid),
@@ -214,21 +212,14 @@ class Soak:
     def answers(self, *, together: bool = False) -> list[Answer]:
         """To a fixed set of prompts, from an empty cache: each is computed anew."""
         self.wait_until_idle()
-        self.server.post("/flush_cache", {})
         sizes = (24, 100, 300, 700, 1500)
         prompts = [[(13 * i + 19 * j) % 31000 + 5 for j in range(size)] for i, size in enumerate(sizes)]
         return gpu_answers.ask(self.server, prompts, 8, together=together)
 
     def wait_until_idle(self) -> None:
         """Raises TimeoutError where a request never ends."""
-        end = time.monotonic() + 60
-        while time.monotonic() < end:
-            with contextlib.suppress(urllib.error.HTTPError):  # refused while anything runs
-                self.server.post("/flush_cache", {})
-                time.sleep(0.2)
-                return
-            time.sleep(0.1)
-        raise TimeoutError("the server is not idle after 60 s")
+        self.server.flush()
+        time.sleep(0.2)
 
     # -- the load --------------------------------------------------------------------------------------------------
 
