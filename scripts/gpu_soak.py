@@ -17,6 +17,7 @@ import argparse
 import contextlib
 import http.client
 import importlib.util
+import itertools
 import json
 import os
 import random
@@ -46,7 +47,10 @@ GROWTH_MIB, LATE_MIB = 256, 32
 RSS_GROWTH = 0.05
 """of the server's resident memory, in the second half"""
 SAMPLE_S, ANSWERS_S = 15.0, 60.0
-FAULTS = ("MoE autotune failed", "MoE autotune could", "Traceback", "CUDA error", "pool memory leak", "watchdog")
+FAULTS = ("MoE autotune failed", "MoE autotune could", "hit an exception", "CUDA error", "memory leak detected",
+          "atchdog timeout")  # fmt: skip
+"""in the server's log. Tracebacks count where the plugin is in them: SGLang logs its own for clients that hang up."""
+OURS, TRACEBACK_LINES = "sglang_moe_autotune", 80
 
 
 class Count:
@@ -305,12 +309,24 @@ def growth(values: Sequence[float]) -> tuple[float, float]:
     return last - first, last - centre
 
 
+def faults(log: str) -> list[str]:
+    """The lines of a log that tell of a fault."""
+    lines = log.splitlines()
+    found = [line for line in lines if any(words in line for words in FAULTS)]
+    for place, line in enumerate(lines):
+        if "Traceback (most recent" in line:
+            body = itertools.takewhile(lambda text: "Traceback (most recent" not in text, lines[place + 1 :])
+            if any(OURS in text for text in itertools.islice(body, TRACEBACK_LINES)):
+                found.append(line)
+    return found
+
+
 def judge(soak: Soak, log: str, checks: list[tuple[str, bool, str]]) -> None:
     """What must hold after any soak."""
     count, samples = soak.count, soak.samples
     failed, words = count.failed, f"{count.answered} answered, {count.aborted} aborted, {len(count.failed)} failed"
     checks.append(("every request was answered", not failed and count.answered > 0, f"{words} {failed[:2]}"))
-    lines = [line for line in log.splitlines() if any(words in line for words in FAULTS)]
+    lines = faults(log)
     checks.append(("no error in the server's log", not lines, "; ".join(lines[:3])[:600] or "none"))
     try:
         total, late = growth([-s["free_mib"] for s in samples])

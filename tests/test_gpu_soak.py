@@ -162,7 +162,9 @@ def test_a_soak_goes_through_every_deed_and_all_is_well(tmp_path: Path, monkeypa
     try:
         for name in soak.deeds:
             soak.run(name)
-        gpu_soak.drive(soak, 8.0, reference, found)
+        gpu_soak.drive(soak, 3.0, reference, found)
+        for _ in range(8):  # however long a deed took here
+            soak.sample()
     finally:
         soak.server.stop()
     assert soak.done.keys() == soak.deeds.keys()
@@ -172,8 +174,25 @@ def test_a_soak_goes_through_every_deed_and_all_is_well(tmp_path: Path, monkeypa
     assert [check for check in checks if not check[1]] == []
     assert soak.count.aborted > 0
     checks.clear()
-    gpu_soak.judge(soak, "line\nTraceback (most recent call last):\n", checks)
+    gpu_soak.judge(soak, f"line\n{TRACEBACK}  File sglang_moe_autotune/tuner.py\n", checks)
     assert [name for name, ok, _ in checks if not ok] == ["no error in the server's log"]
+
+
+TRACEBACK = "Traceback (most recent call last):\n  File x.py\n"
+
+
+@pytest.mark.parametrize(
+    ("log", "count"),
+    [
+        pytest.param("server_args=ServerArgs(watchdog_timeout=300, soft_watchdog_timeout=None)\n", 0, id="arguments"),
+        pytest.param(f"{TRACEBACK}ValueError: Request is disconnected\n", 0, id="SGLang's own"),
+        pytest.param(f"{TRACEBACK}{TRACEBACK}  File sglang_moe_autotune/tuner.py\n", 1, id="ours"),
+        pytest.param("MoE autotune failed in its idle hook\n", 1, id="a fence"),
+        pytest.param("pool memory leak detected! 3 tokens\nScheduler hit an exception\n", 2, id="SGLang's checks"),
+    ],
+)
+def test_faults_are_told_from_what_servers_log_anyway(log: str, count: int) -> None:
+    assert len(gpu_soak.faults(log)) == count
 
 
 @pytest.mark.parametrize("deed", ["load and pause", "release", "switch by request", "switch by file"])
