@@ -46,7 +46,7 @@ def rehearse(shapes: Iterable[MoeShape], align: Align) -> None:
     except Exception:
         logger.warning("MoE autotune could not prepare its first passes; they may take longer.", exc_info=True)
     else:
-        logger.debug("MoE autotune prepared its first passes in %.0f ms.", 1e3 * (time.perf_counter() - begun_s))
+        logger.info("MoE autotune prepared its first passes in %.0f ms.", 1e3 * (time.perf_counter() - begun_s))
 
 
 def _one(shape: MoeShape, align: Align) -> None:

@@ -582,7 +582,7 @@ def rehearsed() -> dict[str, object]:
     shape, align = bench._shape, bed.provider.serving.align
     bench.close()
     warnings: list[str] = []
-    handler = logging.Handler()
+    handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: warnings.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("sglang.moe_autotune").addHandler(handler)
     before = bed.gpu.pools
