@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import os
 import signal
@@ -15,6 +16,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+
+_LIBC = ctypes.CDLL(None)
 
 
 class Model(NamedTuple):
@@ -69,6 +73,11 @@ FLAGS = (
 )
 
 
+def _die_with_parent() -> None:
+    """A server has a session of its own, so nothing else would end it where the script is killed."""
+    _LIBC.prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG; SGLang's own processes ask for the same
+
+
 class Server:
     """Starts the server, waits until it is healthy, and ends it by its process id.
 
@@ -90,6 +99,7 @@ class Server:
                 stderr=subprocess.STDOUT,
                 env={**os.environ, **own, **environ},
                 start_new_session=True,
+                preexec_fn=_die_with_parent,  # noqa: PLW1509 - one call of the kernel, loaded before
             )
         try:
             while not self._healthy():
