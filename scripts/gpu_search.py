@@ -478,12 +478,6 @@ def _regret_row(m: str, f: dict[str, Any]) -> str:
     return f"| {m} | {times} | {100 * f['regret']:.2f} % | {f['chosen_pair']} | {f['best_pair']} |"
 
 
-def hide_files(state: Path) -> None:
-    """SGLang answers with its heuristic, in this process and in the servers that it starts."""
-    (state / "no-files" / "configs").mkdir(parents=True, exist_ok=True)
-    os.environ["SGLANG_MOE_CONFIG_DIR"] = str(state / "no-files")
-
-
 def shapes_of(options: argparse.Namespace) -> tuple[MoeShape, MoeShape]:
     """Those of the mixed model."""
     def shape(experts: int, width: int, top_k: int) -> MoeShape:
@@ -534,7 +528,7 @@ def main() -> int:
 def measure(options: argparse.Namespace, names: Sequence[str], shapes: Sequence[MoeShape]) -> int:
     """Every part that is asked for; 0 where none failed and all checks hold."""
     options.state.mkdir(parents=True, exist_ok=True)
-    hide_files(options.state)
+    record_landscape.hide_files(options.state / "no-files")
     path = options.out / "search.json"
     parts = Parts(path, options.budget_s, json.loads(path.read_text()) if path.exists() else None)
     run = Run(options)
