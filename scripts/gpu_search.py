@@ -54,8 +54,13 @@ if TYPE_CHECKING:
 PARTS = ("live", "twins", "regret", "noise", "script")
 MODEL = Model(256, 256, 4096, 8, 4)
 OTHER = "8,7168,2"
-SHORT = ("--chunked-prefill-size", "2048", "--cuda-graph-max-bs", "16")
-"""fewer graphs to capture: a start takes half the time, and decides the sizes that are tuned"""
+DECODED, PREFILLED = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 256), (512, 1024, 1536, 2048, 3072, 4096)
+CAPTURED = (
+    *("--chunked-prefill-size", str(PREFILLED[-1])),
+    *("--cuda-graph-bs-decode", *map(str, DECODED)),
+    *("--cuda-graph-bs-prefill", *map(str, PREFILLED)),
+)
+"""The graphs that are captured, and so the M that are tuned: the 18 of SGLang's own tuning script."""
 STATE = Path(tempfile.gettempdir()) / "moe-autotune-search"
 FASTEST = ((32, 12), (10, 48), (1, 96))
 """of each GEMM: how many of a landscape's fastest are timed again, from nothing, with how many samples. The last ones
@@ -122,6 +127,7 @@ def learned(run: Run) -> None:
     contents = run.contents()
     tried = trials.read(run.work / "store", contents.environment)
     rows = contents.records.values()
+    run.check("M were settled live", bool(rows), f"{len(rows)} of them")
     for shape in sorted({r.shape for r in rows}, key=lambda s: s.slug):
         mine = sorted((r for r in rows if r.shape == shape), key=lambda r: r.M)
         faster = [r for r in mine if r.verdict == "faster"]
@@ -388,13 +394,13 @@ def _procedure(
     draw = torch.Generator(device=device).manual_seed(0)
     hidden = torch.empty(m, shape.K, dtype=quant.w13_weight.dtype, device=device).normal_(generator=draw)
     gate = torch.empty(m, shape.E, dtype=torch.float32, device=device).normal_(generator=draw)
-    weights, ids = gate.softmax(dim=1).topk(shape.top_k, dim=1)
-    fused = releases.fused_module()
+    weights, chosen = gate.softmax(dim=1).topk(shape.top_k, dim=1)
+    ids, fused = chosen.to(torch.int32), releases.fused_module()
 
     def layer_once() -> None:
         fused.fused_experts_impl(
-            hidden_states=hidden, w1=quant.w13_weight, w2=quant.w2_weight, topk_weights=weights,
-            topk_ids=ids.to(torch.int32), filter_expert=False,
+            hidden_states=hidden, w1=quant.w13_weight, w2=quant.w2_weight, topk_weights=weights, topk_ids=ids,
+            inplace=True, filter_expert=False,
         )  # fmt: skip
 
     layer_once()  # what is compiled once, whatever the candidate
@@ -521,7 +527,7 @@ def main() -> int:
         if lacking := [s.slug for s in shapes if s not in here]:
             parser.error(f"--part regret needs a landscape of {' and '.join(lacking)}: record it, or leave regret out")
     of_this_checkout()
-    options.flags = [*SHORT, *options.flags]
+    options.flags = [*CAPTURED, *options.flags]
     return measure(options, names, shapes)
 
 
@@ -551,7 +557,8 @@ def measure(options: argparse.Namespace, names: Sequence[str], shapes: Sequence[
     finally:
         for one in bed:
             one.close()
-        run.findings["checks"] = [*run.findings.get("checks", ()), *(list(c) for c in run.checks)]
+        known = {name: [name, *rest] for name, *rest in run.findings.get("checks", ())}
+        run.findings["checks"] = list((known | {check[0]: list(check) for check in run.checks}).values())
         parts.write()
         (options.out / "search.md").write_text(tables(run.findings))
         for name, ok, told in run.checks:

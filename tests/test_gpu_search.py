@@ -18,14 +18,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "scripts"))
 import gpu_acceptance
 import gpu_parts
 import gpu_search
+import made_up_store
 import twin_probe
 from twins import Twins
 
-from sglang_moe_autotune import landscape
+from sglang_moe_autotune import landscape, trials
 from sglang_moe_autotune.bench import Declined, Sample
 from sglang_moe_autotune.records import Evidence, Record
 from sglang_moe_autotune.replay import ReplayProvider
 from sglang_moe_autotune.shapes import ConfigPair
+from sglang_moe_autotune.tuner import Tried
 
 PATH = landscape.shipped()[0]
 RECORDED = landscape.load(PATH)
@@ -257,6 +259,60 @@ def test_one_part_fails_and_the_others_are_on_disk(tmp_path: Path, monkeypatch: 
     text = (out / "search.md").read_text()
     assert "| 64 | 100.0 | 80.0 | 20.0 % | 10.0 to 30.0 % | 24 |" in text
     assert "## Regret of" in text, "what an earlier call found is kept"
+
+
+@pytest.mark.parametrize("twins_end", [True, False])
+def test_the_live_part_tells_rows_and_twins_and_leaves_the_store_for_later_calls(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, twins_end: bool
+) -> None:
+    options = argparse.Namespace(
+        out=tmp_path / "out", state=tmp_path / "state", idle_s=5.0, port=1, compile_processes=1, decisions=40,
+        flags=[], other="8,7168,2", experts=2, intermediate=16, hidden=32, top_k=1, layers=2,
+    )  # fmt: skip
+    options.state.mkdir()
+    run = gpu_acceptance.Run(options)
+    parts = gpu_parts.Parts(options.out / "search.json", 60.0 if twins_end else 1.0, run.findings)
+    store = run.work / "store"
+    made_up_store.fill(store)
+    trial = Tried("up", made_up_store.WINNER.up, 0.7, 3)
+    log = trials.TrialLog(store, made_up_store.H200)
+    log.put(made_up_store.MANY, 256, [trial, trial._replace(gemm="down")])
+    assert log.flush(10.0)
+    seen: dict[str, Any] = {}
+
+    class Server:
+        def __enter__(self) -> Any:
+            seen["environ"] = dict(run.environ)
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            seen["stopped"] = True
+
+        def generate(self, *_: object) -> list[Any]:
+            return []
+
+        def text(self) -> str:
+            return "all is well"
+
+    def idle(_s: float) -> None:
+        if (run.work / "order.json").exists():
+            assert json.loads((run.work / "order.json").read_text())["decisions"] == 40
+            told = {"decisions": 40, "wanted": 40, "both_tests_faster": 0, "ended": True, "places": {}}
+            (run.work / "twins.json").write_text(json.dumps(told if twins_end else {**told, "error": "a fault"}))
+
+    monkeypatch.setattr(run, "serve", lambda _: Server())
+    monkeypatch.setattr(gpu_search, "wait_until_learned", lambda *_: made_up_store.live())
+    monkeypatch.setattr(gpu_search.time, "sleep", idle)
+    gpu_search.live(run, parts, twins=True)
+    assert seen["stopped"]
+    assert seen["environ"]["TRITON_CACHE_DIR"].startswith(str(run.work)), "what was compiled before is not counted"
+    assert {p.name for p in run.probe.iterdir()} >= {"mixed_model.py", "twin_probe.py", "twins.py"}
+    many = run.findings["learned"][made_up_store.MANY.slug]
+    assert (many["M"], many["faster"], many["candidates_measured"]) == (3, 2, 1)
+    assert [row["M"] for row in many["rows"]] == [16, 256, 1024]
+    assert {name: ok for name, ok, _ in run.checks}["one config under two names (twins)"] is twins_end
+    assert (made_up_store.MANY, 256) in gpu_search.stored(run)
+    assert "| 256 | 445.0 | 308.9 | 30.6 % |" in gpu_search.tables(run.findings)
 
 
 def test_what_cannot_work_is_said_before_a_minute_is_spent(
