@@ -24,6 +24,7 @@ from twins import Twins
 
 from sglang_moe_autotune import landscape, trials
 from sglang_moe_autotune.bench import Declined, Sample
+from sglang_moe_autotune.errand import shape_of_fields
 from sglang_moe_autotune.records import Evidence, Record
 from sglang_moe_autotune.replay import ReplayProvider
 from sglang_moe_autotune.shapes import ConfigPair
@@ -313,6 +314,20 @@ def test_the_live_part_tells_rows_and_twins_and_leaves_the_store_for_later_calls
     assert {name: ok for name, ok, _ in run.checks}["one config under two names (twins)"] is twins_end
     assert (made_up_store.MANY, 256) in gpu_search.stored(run)
     assert "| 256 | 445.0 | 308.9 | 30.6 % |" in gpu_search.tables(run.findings)
+
+
+def test_a_server_without_the_plugin_is_not_waited_for_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_acceptance.time, "sleep", lambda _: None)
+    run = SimpleNamespace(live=lambda: None, findings={})
+    with pytest.raises(RuntimeError, match="no scheduler with the plugin"):
+        gpu_acceptance.wait_until_learned(run, 0.01)  # type: ignore[arg-type]
+
+
+def test_the_shapes_of_the_mixed_model_are_those_that_landscapes_are_recorded_of() -> None:
+    options = argparse.Namespace(**gpu_search.MODEL._asdict(), other=gpu_search.OTHER)
+    many, few = gpu_search.shapes_of(options)
+    assert many == shape_of_fields("E=256,N=256,K=4096,top_k=8")
+    assert few == shape_of_fields("E=8,N=7168,K=4096,top_k=2")
 
 
 def test_what_cannot_work_is_said_before_a_minute_is_spent(
