@@ -190,10 +190,23 @@ def stored(run: Run) -> dict[tuple[MoeShape, int], records.Record]:
 # -- without a server ------------------------------------------------------------------------------------------
 
 
+def wait_for_memory(wait_s: float = 20.0) -> None:
+    """A server that was ended a moment ago may still hold the device's memory."""
+    import torch  # noqa: PLC0415 - with a GPU only
+
+    until_s = time.monotonic() + wait_s
+    while torch.cuda.is_available() and time.monotonic() < until_s:
+        free, total = torch.cuda.mem_get_info()
+        if free > total / 2:
+            return
+        time.sleep(0.5)
+
+
 class Bed:
     """This GPU with made-up weights, without a server."""
 
     def __init__(self, run: Run) -> None:
+        wait_for_memory()
         order = Errand("verify", (), None, compile_processes=run.options.compile_processes)
         self.machine = machine.gpu_machine(order)
         self._held: MoeShape | None = None

@@ -28,6 +28,8 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
+from gpu_parts import of_this_checkout
+
 from sglang_moe_autotune import machine, stand_in
 from sglang_moe_autotune.errand import Errand, Item, shape_of_fields
 from sglang_moe_autotune.kernels import Kernels
@@ -231,6 +233,7 @@ def main() -> int:
     parser.add_argument("--compile-only", action="store_true")
     parser.add_argument("--heuristic", action="store_true")
     options = parser.parse_args()
+    of_this_checkout()
     until_s = time.monotonic() + options.budget_s
     shape, ms = shape_of_fields(options.shape), [int(m) for m in options.m.split(",")]
     if options.heuristic:
