@@ -21,7 +21,7 @@ from pathlib import Path
 folder = Path(sys.argv.pop())
 folder.mkdir()
 sys.path[:0] = [SCRIPTS, str(folder)]
-import gpu_plants as g, torch, triton
+import gpu_planted, gpu_plants as g, torch, triton
 from triton.backends.compiler import GPUTarget
 from sglang_moe_autotune import compile_child, launch
 g.releases.publish_server_args()
@@ -34,6 +34,8 @@ bed = g.Bed(folder, (), torch.device("cpu"), 0)
 held = g.scratch.Scratch(g.SHAPES[0], 48, g.reference_align, 1.0, flush=False)
 for _ in held.fill(g.TIMED_ROUTINGS):
     pass
+def binary_source(kernel):
+    return kernel.asm["ttir"].replace("1.250000e+00", "1.25")
 told = {}
 for name, edit in (("slow", g.SLOW), ("crash", g.CRASH)):
     kernel = g.plant_kernel(folder, bed.original, g.Plant(name, (edit,)))
@@ -44,8 +46,18 @@ for name, edit in (("slow", g.SLOW), ("crash", g.CRASH)):
         assert launch.decode(launch.encode(binary)).hash == binary.hash
         assembly = launch.load(binary).asm["ptx"]
         told[f"{name} {width}"] = ["globaltimer" in assembly, "trap;" in assembly]
+shown = []
+for plant in gpu_planted.plants().values():
+    kernel = g.plant_kernel(folder, bed.original, plant)
+    recorder = launch.LaunchRecorder(g.planted(bed.invoke, kernel))
+    launches = g.Launches(held, [bed.layer(g.SHAPES[0])], recorder, bed.loaded)
+    for group in (1, 8, 16, 32):
+        binary = launches.candidate("up", g.KernelConfig(16, 128, 32, group, 4, 2)).binary
+        assembly = launch.load(binary).asm["ptx"]
+        shown.append([plant.name, group, "1.25" in binary_source(launch.load(binary)), "globaltimer" in assembly,
+                      "trap;" in assembly])
 cases = json.loads(os.environ["CASES"])
-print(json.dumps([told, [g.crash_holds(*case) for case in cases]]))
+print(json.dumps([told, shown, [g.crash_holds(*case) for case in cases]]))
 """
 
 DIED = {"ready": "ready", "reason": "", "code": 1}
@@ -70,9 +82,19 @@ def test_slow_and_crashing_plants_are_at_fault_in_one_width_only(tmp_path: Path)
         capture_output=True, text=True, check=False, timeout=300,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
-    told, held = json.loads(done.stdout.splitlines()[-1])
+    told, servers, held = json.loads(done.stdout.splitlines()[-1])
     assert told == {
         "slow wide": [True, False], "slow baseline": [False, False], "slow other": [False, False],
         "crash wide": [False, True], "crash baseline": [False, False], "crash other": [False, False],
     }  # fmt: skip
+    assert servers == [
+        ["server-wrong", 1, False, False, False],
+        ["server-wrong", 8, False, False, False],
+        ["server-wrong", 16, True, False, False],
+        ["server-wrong", 32, False, True, False],
+        ["server-crash", 1, False, False, False],
+        ["server-crash", 8, False, False, False],
+        ["server-crash", 16, False, False, True],
+        ["server-crash", 32, False, False, True],
+    ], "columns: plant, GROUP_SIZE_M, wrong, slow, crashes"
     assert [(case[0], ok) for case, ok in zip(CASES, held, strict=True)] == [(case[0], case[3]) for case in CASES]
