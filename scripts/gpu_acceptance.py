@@ -346,11 +346,14 @@ def served_rows(
 
 
 def machine() -> dict[str, str]:
+    """What the figures hold for. Ends the process where there is no GPU."""
     import torch  # noqa: PLC0415 - only for the versions
     import triton  # noqa: PLC0415 - as above
 
     from sglang_moe_autotune import releases  # noqa: PLC0415 - as above
 
+    if not torch.cuda.is_available():
+        sys.exit("no GPU is visible to this process: see nvidia-smi and CUDA_VISIBLE_DEVICES")
     return {
         "gpu": torch.cuda.get_device_name(),
         "driver": releases.driver_version(),

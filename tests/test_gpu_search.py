@@ -1,4 +1,5 @@
 """What the GPU script of the search computes, on a recorded device and on a made-up one."""
+# ruff: noqa: PLC0415 - what runs in the other process imports there
 
 from __future__ import annotations
 
@@ -219,6 +220,40 @@ def test_a_fault_of_the_probe_is_told_and_not_raised(tmp_path: Path, monkeypatch
     assert not probe.step()
     assert "ZeroDivisionError" in json.loads((tmp_path / "twins.json").read_text())["error"]
     assert not probe.step()
+
+
+def in_a_scheduler(scripts: str) -> list[object]:
+    """The probe's own twins on the plugin's own state, whose device is a recording."""
+    import sys
+
+    sys.path.insert(0, scripts)
+    import twin_probe
+
+    from sglang_moe_autotune import landscape, plugin, releases, stand_in
+    from sglang_moe_autotune.device import Device
+    from sglang_moe_autotune.records import Environment
+    from sglang_moe_autotune.replay import ReplayProvider
+
+    releases.publish_server_args()
+    releases.config_module().get_device_name = lambda *_: "a device without files"  # type: ignore[attr-defined]
+    recorded = landscape.load(landscape.shipped()[0])
+    provider = ReplayProvider(recorded, noise_percent=1.0)
+    state = plugin.serving()
+    state.overlay.layers.add(stand_in.build(recorded.shape, 1, "meta"))
+    state.start(Device(Environment("NVIDIA H200", (9, 0), 132, 232448, 1, "3.6.0", "k"), provider, "replayed"))
+    twins = twin_probe.twins_here([16, 64, 300], 6)
+    for _ in twins.steps():
+        pass
+    return [twins.told, state.state, state.tuner is None, provider.slice_us]
+
+
+@pytest.mark.sglang
+def test_in_a_scheduler_the_twins_have_the_live_layers_and_tuning_ends(scheduler: Any) -> None:
+    told, state, ended, slice_us = scheduler.run(in_a_scheduler, str(Path(gpu_search.__file__).parent))
+    slug = RECORDED.shape.slug
+    assert [told["places"][f"{slug} M={m}"]["decisions"] for m in (16, 64)] == [2, 2]
+    assert told["places"][f"{slug} M=300"]["why"], "the recording has no such M"
+    assert (state, ended, slice_us) == ("off", True, 500.0)
 
 
 # -- the whole -------------------------------------------------------------------------------------------------
