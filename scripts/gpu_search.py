@@ -65,6 +65,7 @@ STATE = Path(tempfile.gettempdir()) / "moe-autotune-search"
 FASTEST = ((32, 12), (10, 48), (1, 96))
 """of each GEMM: how many of a landscape's fastest are timed again, from nothing, with how many samples. The last ones
 are the best pair alone: the least of many noisy medians is too low, fresh samples of it are not."""
+SLOWER = 1.01
 PAUSE_SHARE, PAUSE_S = 0.01, 0.3
 BINARY_WAIT_S = 60.0
 TWIN_MS = (16, 64, 256, 1024)
@@ -298,6 +299,10 @@ def regret(run: Run, parts: Parts, bed: Bed, files: Sequence[Path]) -> None:
         summary = summed([f["regret"] for f in by_m.values() if "regret" in f])
         run.findings.setdefault("regret_summary", {})[slug] = summary
         run.check(f"regret of {slug}", summary["M"] > 0 and summary["geomean"] <= 0.02, json.dumps(summary))
+    timed = [(slug, m, f) for slug, by_m in found.items() for m, f in by_m.items() if "regret" in f and not f["kept"]]
+    slower = [f"{slug} M={m}" for slug, m, f in timed if f["chosen_us"] > SLOWER * f["baseline_us"]]
+    told = "; ".join(slower) or f"none of {len(timed)} rows"
+    run.check("no accepted row is over 1 % slower than SGLang's own", not slower, told)
     lost = [f"{slug} M={m}: {f['why']}" for slug, by_m in found.items() for m, f in by_m.items() if "why" in f]
     run.check("every M that was learned and recorded is timed again", not lost, "; ".join(lost) or f"{len(places)} M")
 
@@ -466,20 +471,25 @@ REGRET_HEAD = """\
 
 def tables(found: dict[str, Any]) -> str:
     """What was found, as a page shows it."""
-    lines = [f"{found.get('machine', {})}", ""]
+    lines = [_words(found.get("machine", {})), ""]
     if "live" in found:
-        lines += [f"Learned in {found.get('learning_s')} s: {found['live']}, binaries {found.get('compile')}.", ""]
+        compiled = _words(found.get("compile", {}))
+        lines += [f"Learned in {found.get('learning_s')} s: {_words(found['live'])}; binaries: {compiled}.", ""]
     for slug, one in found.get("learned", {}).items():
-        told = ", ".join(f"{k} {v:.3g}" if isinstance(v, float) else f"{k} {v}" for k, v in one.items() if k != "rows")
-        lines += [f"## {slug}", "", told, "", ROWS_HEAD, *map(_row, one["rows"]), ""]
+        short = _words({k: v for k, v in one.items() if k != "rows"})
+        lines += [f"## {slug}", "", short, "", ROWS_HEAD, *map(_row, one["rows"]), ""]
     for slug, by_m in found.get("regret", {}).items():
-        lines += [f"## Regret of {slug}", "", str(found.get("regret_summary", {}).get(slug)), ""]
+        lines += [f"## Regret of {slug}", "", _words(found.get("regret_summary", {}).get(slug, {})), ""]
         lines += [REGRET_HEAD, *(_regret_row(m, f) for m, f in by_m.items()), ""]
     for name in ("twins", "noise", "script"):
         if name in found:
             lines += [f"## {name}", "", "```", json.dumps(found[name], indent=1), "```", ""]
     lines += [f"- {'ok' if ok else 'FAILED'}: {name}: {told}" for name, ok, told in found.get("checks", ())]
     return "\n".join(lines) + "\n"
+
+
+def _words(told: dict[str, Any]) -> str:
+    return ", ".join(f"{k} {v:.3g}" if isinstance(v, float) else f"{k} {v}" for k, v in told.items())
 
 
 def _row(r: dict[str, Any]) -> str:
