@@ -105,13 +105,14 @@ def live(run: Run, parts: Parts, *, twins: bool) -> None:
         server.generate(gpu_acceptance.prompts(), 8)
         time.sleep(4.0)
         log = server.text()
-        learned(run)
         counts = told.compile
         run.findings["compile"] = {"ordered": counts.ordered, "ready": counts.ready, "failed": counts.failed}
         run.findings["live"] = {
             "gpu_s": round(told.gpu_s, 2), "slices": told.slices, "queue_left": len(told.queue),
             "deferred": dict(told.deferred), "pass_p99_us": told.pass_p99_us, "pass_longest_us": told.pass_longest_us,
         }  # fmt: skip
+        parts.write()
+        learned(run)
         parts.write()
         run.check("no fault in the server's log", "Traceback" not in log, f"{log.count('Traceback')} tracebacks")
         run.check("nothing compiled in the server", told.serving_compiles_for_tuning == 0, "by the listener")
@@ -124,7 +125,9 @@ def learned(run: Run) -> None:
     """The rows of the server's store, by shape, into the findings; the store itself into --state, for later calls."""
     target = run.options.state / "store"
     shutil.rmtree(target, ignore_errors=True)
-    shutil.copytree(run.work / "store", target, ignore=shutil.ignore_patterns("*.lock", ".*", "live"))
+    target.mkdir()
+    for path in (run.work / "store").glob("*.json"):  # beside them files come and go: a server writes there
+        shutil.copy(path, target)
     contents = run.contents()
     tried = trials.read(run.work / "store", contents.environment)
     rows = contents.records.values()
