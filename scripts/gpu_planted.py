@@ -22,6 +22,7 @@ import os
 import shutil
 import sys
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import gpu_acceptance
@@ -35,8 +36,6 @@ from sglang_moe_autotune import quarantine, status, store, trials
 from sglang_moe_autotune.shapes import GEMMS
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from gpu_server import Server
 
     from sglang_moe_autotune.records import Record
@@ -205,7 +204,7 @@ def judge_crash(run: Run, starts: list[dict[str, Any]]) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=gpu_acceptance.Path, required=True)
+    parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--part", default=",".join(PARTS))
     parser.add_argument("--budget-s", type=float, default=540.0)
     parser.add_argument("--idle-s", type=float, default=75.0)
