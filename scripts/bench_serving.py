@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any
 
 import serving_probe as probe
 from bench_figures import Check, Request, Slices, added_latency, latency_checks, quantile, ratio, slices_by_m, within
-from gpu_parts import LIMIT_S, Parts, end_on_terminate
+from gpu_parts import BUDGET_S, Parts, end_on_terminate
 from gpu_server import FEWER_SIZES, Model, Server
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--start", action="append", choices=KINDS, help="of the part startup; may be repeated")
     parser.add_argument("--store", type=Path, help="learned store to start with, store.tar.gz of another run")
     parser.add_argument("--keep", type=Path, default=KEPT, help="folder where one run leaves its store for startup")
-    parser.add_argument("--limit-s", type=float, default=LIMIT_S, help="parts that would not end in time are left out")
+    parser.add_argument("--budget-s", type=float, default=BUDGET_S, help="parts that cannot end in time are left out")
     parser.add_argument("--port", type=int, default=31300)
     parser.add_argument("--seed", type=int, default=0, help="of arrivals and prompts")
     parser.add_argument("--compile-processes", type=int, default=max(1, (os.cpu_count() or 2) - 4))
@@ -196,7 +196,7 @@ class Bench:
         self.model = Model(*shape).write(self.work / "model")
         self.site = self._sites()
         self.findings["flags"] = [*FLAGS, *options.flags]
-        self.parts = Parts(self.out / "serving.json", self.findings, options.limit_s)
+        self.parts = Parts(self.out / "serving.json", options.budget_s, self.findings)
         if options.store:
             shutil.unpack_archive(options.store, self.work / "store")
         self._numbers = self._served = 0

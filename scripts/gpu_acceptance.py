@@ -166,6 +166,8 @@ def wait_until_learned(run: Run, idle_s: float) -> status.LiveStatus:
                 f" binaries {counts.ready}/{counts.ordered} failed {counts.failed} deferred {len(live.deferred)}",
                 flush=True,
             )
+        if live is None and taken_s > idle_s:
+            raise RuntimeError(f"no scheduler with the plugin has told anything of itself in {taken_s:.0f} s")
         done = live is not None and live.slices > 0 and live.state == "idle" and not live.queue
         if live is not None and (done or taken_s > idle_s):
             run.findings["learning_s"] = round(taken_s, 1)
@@ -350,11 +352,14 @@ def served_rows(
 
 
 def machine() -> dict[str, str]:
+    """What the figures hold for. Ends the process where there is no GPU."""
     import torch  # noqa: PLC0415 - only for the versions
     import triton  # noqa: PLC0415 - as above
 
     from sglang_moe_autotune import releases  # noqa: PLC0415 - as above
 
+    if not torch.cuda.is_available():
+        sys.exit("no GPU is visible to this process: see nvidia-smi and CUDA_VISIBLE_DEVICES")
     return {
         "gpu": torch.cuda.get_device_name(),
         "driver": releases.driver_version(),

@@ -1,16 +1,17 @@
 #!/usr/bin/env python3
 """Tune SGLang's real layers on this GPU, a dtype after the other, and measure what was learned again.
 
-    gpu_coverage.py --out DIR [--rows bf16,fp8-block-128,...] [--m 1,8,64,...] [--budget-s 450] [--processes 14]
-    gpu_coverage.py --out DIR --real-server fp8,fp8-block [--idle-s 90]
+    gpu_coverage.py --out DIR [--rows bf16,fp8-block-128,...] [--m 1,8,64,...] [--budget-s 540] [--processes 14]
+    gpu_coverage.py --out DIR --real-server bf16,fp8-block [--idle-s 90] [--budget-s 540]
     gpu_coverage.py --tables docs/coverage_gpu.json
 
 For each row: four layers with SGLang's own quantisation, tuned at each M within the row's share of the budget; then,
 with fresh samples and in one run, the learned row and the row of the file that SGLang ships for this GPU and shape
 (if it does) against SGLang's heuristic; then the output of whole layers, heuristic against learned row, the latter
-served through the plugin's own lookup hook. DIR/coverage_gpu.json has what was found, DIR/gains.md its tables.
-Run it with an interpreter that has SGLang and this package. Exits with 1 where outputs differ or a row learned
-nothing at all.
+served through the plugin's own lookup hook. DIR/coverage_gpu.json has what was found, DIR/gains.md its tables, and
+DIR/coverage_run.json the seconds of each row and the traceback of one that failed; the others go on. Rows of an earlier
+call stay in DIR/coverage_gpu.json. Run it with an interpreter that has SGLang and this package. Exits with 1 where a
+row failed, its outputs differ, or it learned nothing at all.
 """
 # ruff: noqa: PLC0415 - the tables are made without torch and SGLang
 
@@ -20,6 +21,7 @@ import argparse
 import json
 import math
 import os
+import shutil
 import sys
 import tempfile
 import time
@@ -28,6 +30,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import coverage_rows
 from coverage_rows import LARGE, Case, Size
+from gpu_parts import Parts, of_this_checkout
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -43,6 +46,8 @@ LAYERS: Final = 4
 SLICE_US: Final = 20_000.0
 TUNING_SHARE: Final = 0.75
 """of a row's time; the rest is for measuring again and for comparing outputs"""
+MAX_FAULTS: Final = 10
+"""of benches in a row: a lost device fails each step at once, for as long as one likes"""
 SIZES: Final[dict[str, Size]] = {"fp8-channel": Size(161, 5120, 192, 9)}
 """shapes of models for which SGLang ships a file; the others take ``LARGE``, for which it ships bf16 and fp8 blocks"""
 
@@ -81,12 +86,17 @@ def tune(row: Row, ms: Sequence[int], until_s: float) -> dict[int, Record]:
             print(f"    M={m}: SGLang's own answer is no pair of plain configs", flush=True)
         else:
             tuner.add(row.shape, m, baseline)
+    faults = 0
     while time.monotonic() < until_s:
         try:
             step = tuner.step(deep_idle=True)
-        except Exception as error:  # noqa: BLE001 - the tuner has put this M off; the others must not pay for it
+        except Exception as error:  # the tuner has put this M off; the others must not pay for it
             print(f"    a bench failed: {type(error).__name__}: {error}", flush=True)
+            faults += 1
+            if faults >= MAX_FAULTS:
+                raise
             continue
+        faults = 0
         if step == "nothing":
             break
         if step == "waiting":
@@ -127,8 +137,11 @@ def measure(row: Row, record: Record) -> dict[str, Any]:
     return told
 
 
-def run_row(of: Case, row: Row, ms: Sequence[int], seconds: float) -> dict[str, Any]:
-    """Tune, measure again, compare whole layers; what was found by M."""
+def run_row(
+    of: Case, row: Row, ms: Sequence[int], seconds: float, keep: Callable[[dict[str, Any]], object] = lambda _: None
+) -> dict[str, Any]:
+    """Tune, measure again, compare whole layers; what was found by M. keep: told after each M of what is there so far,
+    with ``equal`` false until all M are through."""
     from sglang_moe_autotune.correctness import tolerance
     from sglang_moe_autotune.records import Evidence, Record
 
@@ -152,17 +165,20 @@ def run_row(of: Case, row: Row, ms: Sequence[int], seconds: float) -> dict[str, 
             told["file"] = {"name": shipped[1], **measure(row, made)}
         rows[str(m)] = told
         print(f"    M={m}: {_line(told)}", flush=True)
+        found = {
+            "shape": row.shape.slug,
+            "device": row.environment.device_name,
+            "triton": row.environment.triton,
+            "taken_s": round(time.monotonic() - begun_s, 1),
+            "settled": len(learned),
+            "equal": False,
+            "rows": rows,
+            "says": of.says,
+        }
+        keep(found)
     served = [told for told in rows.values() if "whole_error" in told]
-    return {
-        "shape": row.shape.slug,
-        "device": row.environment.device_name,
-        "triton": row.environment.triton,
-        "taken_s": round(time.monotonic() - begun_s, 1),
-        "settled": len(learned),
-        "equal": bool(served) and all(t["whole_error"] <= t["whole_tolerance"] and t["served"] for t in served),
-        "rows": rows,
-        "says": of.says,
-    }
+    equal = bool(served) and all(t["whole_error"] <= t["whole_tolerance"] and t["served"] for t in served)
+    return found | {"equal": equal}
 
 
 def _line(told: dict[str, Any]) -> str:
@@ -182,8 +198,8 @@ def tables(found: dict[str, Any]) -> str:
     parts = []
     for row in found.values():
         parts.append(
-            f"## {row['says']}\n\n`{row['shape']}` on {row['device']}, SGLang {row.get('sglang', '')}, Triton"
-            f" {row['triton']}; microseconds of both GEMMs of a layer.\n\n"
+            f"## {row['says']}\n\n`{row['shape']}` on {row['device']}{_versions(row)}; microseconds of both GEMMs of a"
+            " layer, medians of launches in turn with the heuristic's.\n\n"
             "| M | heuristic | learned | gain (bounds) | SGLang's file | file's gain | learned against file |\n"
             "|---|---|---|---|---|---|---|"
         )
@@ -199,6 +215,12 @@ def tables(found: dict[str, Any]) -> str:
         if row.get("file"):
             parts.append(f"File: `{row['file']}`.")
     return "\n\n".join(parts) + "\n"
+
+
+def _versions(row: dict[str, Any]) -> str:
+    on = row.get("machine", {})
+    words = {"driver": on.get("driver"), "SGLang": row.get("sglang"), "torch": on.get("torch"), "Triton": row["triton"]}
+    return "".join(f", {name} {version}" for name, version in words.items() if version)
 
 
 def _table_row(m: str, told: dict[str, Any]) -> str:
@@ -315,37 +337,48 @@ def cover(options: argparse.Namespace) -> int:
     os.environ["SGLANG_MOE_CONFIG_DIR"] = str(empty)  # SGLang answers with its heuristic
     # SGLang compiles a reduction with Inductor at small M, which takes longer than tuning that M.
     os.environ["TORCHDYNAMO_DISABLE"] = "1"
-    begun_s = time.monotonic()
     cases = [coverage_rows.case(name) for name in options.rows.split(",")]
     ms = [int(m) for m in options.m.split(",")]
+    parts = Parts(out / "coverage_run.json", options.budget_s)
     import torch
 
     if not torch.cuda.is_available():
         sys.exit("no GPU is visible to this process: see nvidia-smi and CUDA_VISIBLE_DEVICES")
-    build = open_rows(options.processes)
-    from sglang_moe_autotune import releases
+    import gpu_acceptance
 
-    path, found = out / "coverage_gpu.json", {}
-    if path.exists():
-        found = json.loads(path.read_text())
-    print(f"ready after {time.monotonic() - begun_s:.0f} s", flush=True)
-    failed = []
+    build: list[Callable[[Case], Row]] = []
+    parts.run("start", lambda: build.append(open_rows(options.processes)))
+    parts.found["machine"] = machine = gpu_acceptance.machine()
     for place, of in enumerate(cases):
-        left_s = options.budget_s - (time.monotonic() - begun_s)
-        share_s = left_s / (len(cases) - place)
-        print(f"{of.name}: {share_s:.0f} s", flush=True)
-        with coverage_rows.padded(of):
-            row = build(of)
-            told = run_row(of, row, ms, share_s)
-        file = next((t["file"]["name"] for t in told["rows"].values() if "file" in t), "")
-        found[of.name] = told | {"sglang": releases.version(), "file": file.partition(", row")[0]}
-        path.write_text(json.dumps(found, indent=1) + "\n")
-        (out / "gains.md").write_text(tables(found))
-        failed += [] if told["equal"] else [of.name]
-        del row
-        torch.cuda.empty_cache()
-    print(json.dumps({"failed": failed, "taken_s": round(time.monotonic() - begun_s, 1)}), flush=True)
+        if build:
+            share_s = parts.left_s / (len(cases) - place)
+            parts.run(of.name, lambda of=of, share_s=share_s: cover_one(of, build[0], ms, share_s, out, machine))
+            torch.cuda.empty_cache()
+    known = json.loads((out / "coverage_gpu.json").read_text()) if (out / "coverage_gpu.json").exists() else {}
+    unequal = [of.name for of in cases if not known.get(of.name, {}).get("equal")]
+    failed = sorted({*parts.failed, *unequal})
+    print(json.dumps({"failed": failed, "seconds": parts.found["seconds"]}), flush=True)
     return 1 if failed else 0
+
+
+def cover_one(
+    of: Case, build: Callable[[Case], Row], ms: Sequence[int], seconds: float, out: Path, machine: dict[str, str]
+) -> None:
+    """One row into the files, after each M. What an earlier call found of it goes when the first M is there."""
+    path = out / "coverage_gpu.json"
+
+    def keep(told: dict[str, Any]) -> None:
+        found = json.loads(path.read_text()) if path.exists() else {}
+        file = next((t["file"]["name"] for t in told["rows"].values() if "file" in t), "")
+        found[of.name] = told | {"sglang": machine["sglang"], "machine": machine, "file": file.partition(", row")[0]}
+        part = path.with_suffix(".part")
+        part.write_text(json.dumps(found, indent=1) + "\n")
+        part.replace(path)
+        (out / "gains.md").write_text(tables(found))
+
+    print(f"{of.name}: {seconds:.0f} s", flush=True)
+    with coverage_rows.padded(of):
+        keep(run_row(of, build(of), ms, seconds, keep))
 
 
 # -- real servers -----------------------------------------------------------------------------------------------
@@ -362,58 +395,67 @@ SERVERS: Final = {
 
 def serve(options: argparse.Namespace) -> int:
     """Real servers that learn while they idle: rows, gains, and equal tokens before and after."""
-    from demo_gpu import free_port, site_folder
+    from demo_gpu import site_folder
+
+    parts = Parts(options.out / "servers.json", options.budget_s)
+    work = Path(tempfile.mkdtemp(prefix="moe-autotune-servers-"))
+    site = site_folder(work)
+    names = options.real_server.split(",")
+    for name in names:
+        parts.run(name, lambda name=name: serve_one(name, options, parts, work, site), options.idle_s + 60)
+    shutil.rmtree(work, ignore_errors=True)
+    results = [parts.found[name] for name in names if name in parts.found]
+    return 0 if not parts.failed and all(r["settled"] and r["same_tokens"] for r in results) else 1
+
+
+def serve_one(name: str, options: argparse.Namespace, parts: Parts, work: Path, site: Path) -> None:
+    from demo_gpu import free_port
     from gpu_server import Model, Server
 
     from sglang_moe_autotune import store
 
-    out: Path = options.out
-    site = site_folder(out)
-    results: dict[str, Any] = {}
-    for name in options.real_server.split(","):
-        flags, quantisation = SERVERS[name]
-        model = Model(experts=128, intermediate=768, hidden=2048).write(out / f"model-{name}")
-        if quantisation is not None:
-            config = json.loads((model / "config.json").read_text())
-            (model / "config.json").write_text(json.dumps(config | {"quantization_config": quantisation}, indent=2))
-        root = out / f"store-{name}"
-        environ = {
-            "PYTHONPATH": os.pathsep.join([str(site), str(coverage_rows.ROOT), os.environ.get("PYTHONPATH", "")]),
-            "SGLANG_MOE_AUTOTUNE_DIR": str(root),
-            "SGLANG_MOE_AUTOTUNE_BUDGET_S": "3600",
-            "SGLANG_MOE_AUTOTUNE_COMPILE_PROCESSES": str(options.processes),
-            "SGLANG_MOE_AUTOTUNE_MODE": "all",
-        }
-        short = ("--chunked-prefill-size", "2048", "--cuda-graph-max-bs", "16")
-        prompts = [[(7 * n + k) % 30_000 + 1 for k in range(24)] for n in range(4)]
-        with Server(model, free_port(), out / f"{name}.log", environ, (*flags, *short)) as server:
-            before = [answer.get("output_ids") for answer in server.generate(prompts, 16)]
-            time.sleep(options.idle_s)
-            after = [answer.get("output_ids") for answer in server.generate(prompts, 16)]
-            started_s = server.started_s
-        records = [
-            record
-            for entry in store.environments(root)
-            if entry.environment
-            for record in store.read(entry.path).records.values()
-        ]
-        faster = sorted((r for r in records if r.verdict == "faster"), key=lambda r: r.M)
-        results[name] = {
-            "started_s": round(started_s, 1),
-            "settled": len(records),
-            "faster": [[r.shape.slug, r.M, round(r.evidence.gain, 4), str(r.pair)] for r in faster],
-            "same_tokens": before == after,
-        }
-        print(json.dumps({name: results[name]}), flush=True)
-        (out / "servers.json").write_text(json.dumps(results, indent=1) + "\n")
-    return 0 if all(r["settled"] and r["same_tokens"] for r in results.values()) else 1
+    flags, quantisation = SERVERS[name]
+    model = Model(experts=128, intermediate=768, hidden=2048).write(work / f"model-{name}")
+    if quantisation is not None:
+        config = json.loads((model / "config.json").read_text())
+        (model / "config.json").write_text(json.dumps(config | {"quantization_config": quantisation}, indent=2))
+    root = work / f"store-{name}"
+    environ = {
+        "PYTHONPATH": os.pathsep.join([str(site), str(coverage_rows.ROOT), os.environ.get("PYTHONPATH", "")]),
+        "SGLANG_MOE_AUTOTUNE_DIR": str(root),
+        "SGLANG_MOE_AUTOTUNE_BUDGET_S": "3600",
+        "SGLANG_MOE_AUTOTUNE_DEEP_IDLE_S": "2",
+        "SGLANG_MOE_AUTOTUNE_COMPILE_PROCESSES": str(options.processes),
+        "SGLANG_MOE_AUTOTUNE_MODE": "all",
+    }
+    short = ("--chunked-prefill-size", "2048", "--cuda-graph-max-bs", "16")
+    prompts = [[(7 * n + k) % 30_000 + 1 for k in range(24)] for n in range(4)]
+    with Server(model, free_port(), options.out / f"{name}.log", environ, (*flags, *short)) as server:
+        before = [answer.get("output_ids") for answer in server.generate(prompts, 16)]
+        time.sleep(max(1.0, min(options.idle_s, parts.left_s - 20)))
+        after = [answer.get("output_ids") for answer in server.generate(prompts, 16)]
+        started_s = server.started_s
+    records = [
+        record
+        for entry in store.environments(root)
+        if entry.environment
+        for record in store.read(entry.path).records.values()
+    ]
+    faster = sorted((r for r in records if r.verdict == "faster"), key=lambda r: r.M)
+    parts.found[name] = {
+        "started_s": round(started_s, 1),
+        "settled": len(records),
+        "faster": [[r.shape.slug, r.M, round(r.evidence.gain, 4), str(r.pair)] for r in faster],
+        "same_tokens": before == after,
+    }
+    print(json.dumps({name: parts.found[name]}), flush=True)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", default=DEFAULT_ROWS)
     parser.add_argument("--m", default=DEFAULT_M)
-    parser.add_argument("--budget-s", type=float, default=450.0)
+    parser.add_argument("--budget-s", type=float, default=540.0)
     parser.add_argument("--processes", type=int, default=14)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--real-server", metavar="NAMES")
@@ -426,6 +468,7 @@ def main() -> int:
     if options.out is None:
         parser.error("--out DIR is needed: name a folder for what is found")
     options.out.mkdir(parents=True, exist_ok=True)
+    of_this_checkout()
     return serve(options) if options.real_server else cover(options)
 
 

@@ -1,15 +1,17 @@
 #!/usr/bin/env python3
 """Planted kernels against the comparison: wrong ones must be refused, correct ones taken; one line of JSON at the end.
 
-    gpu_plants.py [--trials 10000] [--seconds 140] [--processes N] [--seed 0] [--out DIR] [--dry-run]
+    gpu_plants.py --out DIR [--part trials,memory,slow,crash] [--trials 10000] [--budget-s 540] [--processes N]
+    gpu_plants.py --dry-run [--plants NAMES] [--trials N]
 
 Each plant is the installed SGLang's own fused_moe_kernel with a fault put into its text when this runs, compiled by
 Triton and launched by SGLang's own launching function. What compares is what a server runs: the bench's launches,
 scratch and `correctness.case_steps` on all routings. A trial is one plant on one shape, M, dtype, config and seed.
 --dry-run needs no GPU: Triton's interpreter runs a few trials of each plant with few runs each.
 
-Besides: a kernel that takes 1,000 times as long must be launched once by the real bench and never again, and 200
-kernels loaded one after the other must not fill the device. Exits with 1 where any of this does not hold.
+Besides: ``memory``: 200 kernels loaded one after the other must not fill the device. ``slow``: a kernel that takes
+1,000 times as long must be launched once by the real bench and never again. ``crash``: one that ends its process must
+not be launched by the next process. DIR/plants.json has all of it; exits with 1 where a part failed or does not hold.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ import json
 import os
 import random
 import re
+import subprocess
 import sys
 import tempfile
 import time
@@ -38,7 +41,9 @@ if DRY:
     os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported
 
 # ruff: noqa: E402
+import gpu_acceptance
 import torch
+from gpu_parts import Parts, of_this_checkout
 from sglang.srt.layers.moe.moe_runner.triton import TritonMoeQuantInfo
 
 from sglang_moe_autotune import correctness, launch, releases, scratch
@@ -185,6 +190,15 @@ SLOW = before(
 )
 """30 ms, in the configs of one width only, so that the same kernel serves as the baseline"""
 
+CRASH = before(
+    PID,
+    "    if BLOCK_SIZE_N == 128:\n"
+    '        tl.inline_asm_elementwise("trap; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1)\n',
+)
+"""ends the context of its process, in the configs of one width only"""
+CRASHED = "CRASHED_HERE"
+"""names the folder in which a process of ours shall meet that kernel"""
+
 SHAPES = (
     MoeShape((8, 224, 256), (8, 256, 112), 2),
     MoeShape((32, 128, 320), (32, 320, 64), 4),
@@ -195,7 +209,11 @@ BASELINE = KernelConfig(16, 32, 32, 1, 4, 2)
 CONFIGS = (KernelConfig(16, 64, 32, 1, 4, 3), KernelConfig(64, 64, 32, 4, 4, 2), KernelConfig(32, 128, 32, 8, 4, 2))
 DTYPES = ("bfloat16", "float16")
 TORCH = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+WIDE = CONFIGS[2]
+"""of the width at which the slow kernel and the crashing one are what they are"""
+READY_S = 90.0
 LOCAL_SHARE = 0.25
+MEMORY_KERNELS = 200
 
 
 class Trial(NamedTuple):
@@ -435,14 +453,16 @@ def judge(bed: Bed, group: Group, trial: Trial, runs: int) -> tuple[bool, str, i
     return True, "", len(correctness.ROUTINGS)
 
 
-def compiled(bed: Bed, groups: list[Group], processes: int) -> dict[str, Any]:
-    """Order every binary from the compile process, and wait until they are there."""
+def compiled(bed: Bed, groups: list[Group], processes: int, until_s: float) -> tuple[dict[str, Any], dict[str, str]]:
+    """Order every binary from the compile process, and wait until they are there; by hash, and those that are not, with
+    the reason."""
     shared = releases.environment(bed.invoke).shared_memory_bytes
     compiler = Compiler(processes, shared)
     binaries: dict[str, Any] = {}
+    lost: dict[str, str] = {}
     for group in groups:
         for trial in group.trials:
-            for name, config in ((None, BASELINE), (trial.plant.name, trial.config)):
+            for name, config in sides(trial):
                 candidate = group.launches[name].candidate(trial.gemm, config)
                 if isinstance(candidate, str):
                     raise SystemExit(f"{name or 'the baseline'} cannot be launched: {candidate}")
@@ -451,24 +471,36 @@ def compiled(bed: Bed, groups: list[Group], processes: int) -> dict[str, Any]:
                     compiler.readiness(candidate.binary)
         compiler.poll()
     waiting = dict(binaries)
-    while waiting:
+    while waiting and time.monotonic() < until_s:
         states = {name: compiler.readiness(binary) for name, binary in waiting.items()}
-        for name, state in states.items():
-            if state == "failed":
-                raise SystemExit(f"a plant does not compile: {compiler.reason(waiting[name])}")
+        lost |= {name: compiler.reason(waiting[name]) for name, state in states.items() if state == "failed"}
         waiting = {name: binary for name, binary in waiting.items() if states[name] == "waiting"}
         time.sleep(0.05)
     compiler.close()
-    return binaries
+    lost |= dict.fromkeys(waiting, "not compiled in time")
+    return {name: binary for name, binary in binaries.items() if name not in lost}, lost
 
 
-def run(bed: Bed, groups: list[Group], runs: int, deadline_s: float) -> dict[str, Any]:
-    made, admitted, spared = Counter[str](), Counter[str](), Counter[str]()
+def sides(trial: Trial) -> tuple[tuple[str | None, KernelConfig], tuple[str | None, KernelConfig]]:
+    """What a trial launches: the baseline and the candidate."""
+    return (None, BASELINE), (trial.plant.name, trial.config)
+
+
+def why_lost(group: Group, trial: Trial, lost: dict[str, str]) -> str:
+    """Why a trial cannot be made, "" where it can."""
+    found = (group.launches[name].candidate(trial.gemm, config).binary.hash for name, config in sides(trial))
+    return next((lost[name] for name in found if name in lost), "") if lost else ""
+
+
+def run(bed: Bed, groups: list[Group], runs: int, deadline_s: float, lost: dict[str, str]) -> dict[str, Any]:
+    made, admitted, spared, whys = Counter[str](), Counter[str](), Counter[str](), Counter[str]()
     reasons: dict[str, Counter[str]] = {}
     for group in groups:
         for trial in group.trials:
-            if time.monotonic() > deadline_s:
+            why = "no time was left" if time.monotonic() > deadline_s else why_lost(group, trial, lost)
+            if why:
                 spared[trial.plant.name] += 1
+                whys[why] += 1
                 continue
             name = trial.plant.name
             taken, reason, cases = judge(bed, group, trial, runs)
@@ -487,6 +519,7 @@ def run(bed: Bed, groups: list[Group], runs: int, deadline_s: float) -> dict[str
         "honest_trials": sum(made[n] for n in honest),
         "honest_refused": sum(made[n] - admitted[n] for n in honest),
         "not_run": sum(spared.values()),
+        "not_run_because": dict(whys.most_common(9)),
         "plants": {n: {"trials": made[n], "admitted": admitted[n], "how": dict(reasons[n])} for n in made},
     }
 
@@ -494,42 +527,97 @@ def run(bed: Bed, groups: list[Group], runs: int, deadline_s: float) -> dict[str
 # -- what is not a matter of outputs ---------------------------------------------------------------------------
 
 
+def bench_of(folder: Path, bed: Bed, plant: Plant) -> tuple[Any, Compiler]:
+    """The real bench over a kernel, with the journal of first launches in ``folder``; and its compile process."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))  # the compile process imports the plant from where this one does
+    kernel = plant_kernel(folder, bed.original, plant)
+    shape = SHAPES[0]
+    layers = [bed.layer(shape)]
+    compiler = Compiler(2, releases.environment(bed.invoke).shared_memory_bytes)
+    lent = Lent(lambda _: layers, planted(bed.invoke, kernel), bed.align, lambda: 0)
+    provider = DeviceProvider(lent, compiler, 1 << 30, 500.0, Quarantine(folder, "here"))
+    bench = WarmProvider(provider).open(shape, 48, ConfigPair(BASELINE, BASELINE))
+    if isinstance(bench, str):
+        raise RuntimeError(f"the bench did not open: {bench}")  # noqa: TRY004 - an answer, not a type
+    while not bench.prepare():
+        pass
+    return bench, compiler
+
+
+def ready(bench: Any, config: KernelConfig) -> str:
+    until_s = time.monotonic() + READY_S
+    while (state := bench.readiness("up", config)) == "waiting" and time.monotonic() < until_s:
+        time.sleep(0.02)
+    return str(state)
+
+
 def slow(folder: Path, bed: Bed) -> dict[str, Any]:
     """The real bench over a kernel that takes 30 ms in the configs of one width."""
-    kernel = plant_kernel(folder, bed.original, Plant("slow", (SLOW,)))
-    shape, config = SHAPES[0], CONFIGS[2]
-    layers = [bed.layer(shape)]
-    invoke = planted(bed.invoke, kernel)
-    compiler = Compiler(2, releases.environment(bed.invoke).shared_memory_bytes)
     found: dict[str, Any] = {}
     for start in ("first", "restarted"):
-        quarantine = Quarantine(folder, "here")
-        lent = Lent(lambda _: layers, invoke, bed.align, lambda: 0)
-        provider = DeviceProvider(lent, compiler, 1 << 30, 500.0, quarantine)
-        bench = WarmProvider(provider).open(shape, 48, ConfigPair(BASELINE, BASELINE))
-        if isinstance(bench, str):
-            raise SystemExit(f"the bench did not open: {bench}")
-        while not bench.prepare():
-            pass
-        while (state := bench.readiness("up", config)) == "waiting":
-            time.sleep(0.02)
-        before_s, samples = bench.gpu_s, []
-        for _ in range(5):
-            samples += bench.measure("up", config, 8)
-        spent_ms = 1e3 * (bench.gpu_s - before_s)
-        found[start] = {"ready": state, "samples": len(samples), "spent_ms": round(spent_ms, 2)}
-        found[start]["reason"] = bench.reason("up", config)
-        bench.close()
-    compiler.close()
+        bench, compiler = bench_of(folder, bed, Plant("slow", (SLOW,)))
+        try:
+            state = ready(bench, WIDE)
+            before_s, samples = bench.gpu_s, []
+            for _ in range(5):
+                samples += bench.measure("up", WIDE, 8)
+            spent_ms = 1e3 * (bench.gpu_s - before_s)
+            found[start] = {"ready": state, "samples": len(samples), "spent_ms": round(spent_ms, 2)}
+            found[start]["reason"] = bench.reason("up", WIDE)
+        finally:
+            bench.close()
+            compiler.close()
     once = 25.0 < found["first"]["spent_ms"] < 65.0 and not found["first"]["samples"]
     return {**found, "ok": once and found["restarted"]["ready"] == "failed" and found["restarted"]["spent_ms"] == 0.0}
+
+
+def crash(folder: Path, budget_s: float) -> dict[str, Any]:
+    """Two processes, one after the other, whose benches meet a kernel that ends the one that launches it."""
+    found: dict[str, Any] = {}
+    for start in ("first", "restarted"):
+        begun_s = time.monotonic()
+        command = [sys.executable, str(Path(__file__).resolve()), "--part", "crash"]
+        environ = {**os.environ, CRASHED: str(folder)}
+        done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False, timeout=budget_s / 2)
+        lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
+        told = {key: value for line in lines for key, value in json.loads(line).items()}
+        found[start] = {**told, "code": done.returncode, "seconds": round(time.monotonic() - begun_s, 1)}
+        found[start]["last_words"] = done.stderr.strip()[-300:]
+    return {**found, "ok": crash_holds(found["first"], found["restarted"])}
+
+
+def crash_holds(first: dict[str, Any], restarted: dict[str, Any]) -> bool:
+    """The first process launched it and ended; the second one did not launch it, says why, and measures others."""
+    died = first.get("ready") == "ready" and "samples" not in first and first["code"] != 0
+    refused = restarted.get("ready") == "failed" and "in quarantine" in restarted.get("reason", "")
+    return died and refused and restarted.get("others", 0) > 0 and restarted["code"] == 0
+
+
+def meet_the_crash(folder: Path) -> int:
+    """One of those processes. What is known is printed before the launch that may be its last."""
+    releases.publish_server_args()
+    bed = Bed(folder, (), scratch.serving_device(), 0)
+    bench, compiler = bench_of(folder, bed, Plant("crash", (CRASH,)))
+    state = ready(bench, WIDE)
+    print(json.dumps({"ready": state, "reason": bench.reason("up", WIDE)}), flush=True)
+    if state == "ready":
+        print(json.dumps({"samples": len(bench.measure("up", WIDE, 8))}), flush=True)
+    narrow, others = CONFIGS[0], 0
+    if ready(bench, narrow) == "ready":
+        others = sum(len(bench.measure("up", narrow, 4)) for _ in range(5))
+    print(json.dumps({"others": others}), flush=True)
+    bench.close()
+    compiler.close()
+    return 0
 
 
 def memory(binaries: dict[str, Any]) -> dict[str, Any]:
     """Device memory that 200 kernels take, loaded one after the other, with the bound and without."""
     torch.cuda.synchronize()
     free = lambda: torch.cuda.mem_get_info()[0]  # noqa: E731
-    chosen = list(binaries.values())[:200]
+    chosen = list(binaries.values())[:MEMORY_KERNELS]
     before_bytes = free()
     held, took_us, least = [], [], before_bytes
     for binary in chosen:
@@ -558,7 +646,7 @@ def memory(binaries: dict[str, Any]) -> dict[str, Any]:
         "left_after_unloading_mib": round((before_bytes - given_back) / 2**20, 2),
         "unbounded_mib": round(unbounded_bytes / 2**20, 2),
         "unload_us": [round(took_us[len(took_us) // 2]), round(took_us[-1])] if took_us else [],
-        "ok": bounded_bytes < 64 << 20,
+        "ok": len(chosen) == MEMORY_KERNELS and bounded_bytes < 64 << 20,
     }  # fmt: skip
 
 
@@ -571,47 +659,97 @@ def on_the_cpu() -> None:
     scratch.serving_device = lambda: torch.device("cpu")
 
 
+PARTS = ("trials", "memory", "slow", "crash")
+RUN_SHARE = 0.5
+"""of the trials' time is kept for making them; the rest is for compiling what they need"""
+NEEDED_S = {"memory": 10.0, "slow": 30.0, "crash": 80.0}
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--part", default=",".join(PARTS[:1] if DRY else PARTS))
     parser.add_argument("--trials", type=int, default=len(PLANTS) if DRY else 10_000)
-    seconds = 3600.0 if DRY else 140.0
-    parser.add_argument("--seconds", type=float, default=seconds, help="for all of it; trials beyond are not run")
+    parser.add_argument("--budget-s", type=float, default=3600.0 if DRY else 540.0, help="for all of it; trials beyond"
+                        " are not run")  # fmt: skip
     parser.add_argument("--processes", type=int, default=max(1, (os.cpu_count() or 2) - 2), help="that compile")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--dry-run", action="store_true")
     parser.add_argument("--plants", help="names, with commas between them")
     options = parser.parse_args()
-    begun_s = time.monotonic()
-    folder: Path = options.out or Path(tempfile.mkdtemp(prefix="moe-autotune-plants-"))
-    folder.mkdir(parents=True, exist_ok=True)
+    names = options.part.split(",")
+    if odd := set(names) - set(PARTS):
+        parser.error(f"--part has {', '.join(sorted(odd))}; there are {', '.join(PARTS)}")
+    if CRASHED in os.environ:
+        return meet_the_crash(Path(os.environ[CRASHED]))
+    if not DRY and options.out is None:
+        parser.error("--out DIR is needed: name a folder for what is found")
+    of_this_checkout()
+    if not DRY and not torch.cuda.is_available():
+        sys.exit("no GPU is visible to this process: see nvidia-smi and CUDA_VISIBLE_DEVICES")
+    folder = Path(tempfile.mkdtemp(prefix="moe-autotune-plants-"))
+    parts = Parts((options.out or folder) / "plants.json", options.budget_s)
     sys.path.insert(0, str(folder))
-    asked = set(options.plants.split(",")) if options.plants else {p.name for p in PLANTS}
-    plants = tuple(p for p in PLANTS if p.name in asked and not (DRY and p.gpu_only))
     if DRY:
         on_the_cpu()
         global MS, DTYPES, CONFIGS, SHAPES  # noqa: PLW0603 - the interpreter is slow, and bf16 is not right in it
         MS, DTYPES, CONFIGS = (5,), ("float16", "float16"), CONFIGS[:1]
         SHAPES = (MoeShape((4, 80, 64), (4, 64, 40), 2),)
     releases.publish_server_args()
-    device = torch.device("cpu") if DRY else scratch.serving_device()
-    bed = Bed(folder, plants, device, options.seed)
+    plants = chosen_plants(options.plants)
+    bed = Bed(folder, plants, torch.device("cpu") if DRY else scratch.serving_device(), options.seed)
+    if not DRY:
+        parts.found["machine"] = gpu_acceptance.machine()
+    binaries: dict[str, Any] = {}
+    result = parts.found
+    later_s = sum(NEEDED_S[name] for name in names if name != "trials")
+    if "trials" in names:
+        parts.run("trials", lambda: result.update(try_all(bed, plants, options, binaries, parts, later_s)))
+    for name, part in (
+        ("memory", lambda: memory(binaries)),
+        ("slow", lambda: slow(folder / "slow", bed)),
+        ("crash", lambda: crash(folder / "crash", parts.left_s)),
+    ):
+        if name in names:
+            parts.run(name, lambda name=name, part=part: result.update({name: part()}), NEEDED_S[name])
+    ok = not parts.failed and result.get("trials_ok", True)
+    ok = ok and all(result[name]["ok"] for name in names if name != "trials")
+    result["ok"] = ok
+    parts.write()
+    print(json.dumps(result, default=str))
+    return 0 if ok else 1
+
+
+def chosen_plants(names: str | None) -> tuple[Plant, ...]:
+    """Those that are asked for, without those that the interpreter cannot run. Raises SystemExit for an unknown one."""
+    asked = set(names.split(",")) if names else {p.name for p in PLANTS}
+    if odd := asked - {p.name for p in PLANTS}:
+        raise SystemExit(f"there is no plant {', '.join(sorted(odd))}; there are {', '.join(p.name for p in PLANTS)}")
+    return tuple(p for p in PLANTS if p.name in asked and not (DRY and p.gpu_only))
+
+
+def try_all(
+    bed: Bed, plants: tuple[Plant, ...], options: argparse.Namespace, binaries: dict[str, Any], parts: Parts,
+    later_s: float,
+) -> dict[str, Any]:  # fmt: skip
+    """Compile what the trials need, into ``binaries`` too, and make them; as many as leave ``later_s``."""
+    begun_s = time.monotonic()
+    until_s = begun_s + parts.left_s - later_s
     trials = drawn(plants, options.trials, random.Random(options.seed))  # noqa: S311 - no secret
     groups = list(grouped(bed, trials))
-    binaries = {} if DRY else compiled(bed, groups, options.processes)
-    compiled_s = time.monotonic() - begun_s
-    runs = 2 if DRY else correctness.RUNS_PER_ROUTING
-    result = run(bed, groups, runs, begun_s + options.seconds)
-    result["compile_s"] = round(compiled_s, 1)
-    flaky = {p.name for p in plants if p.when}
-    wrong = sum(v["admitted"] for n, v in result["plants"].items() if n not in flaky | {"honest", "honest-other-sum"})
-    ok = not result["honest_refused"] and not (wrong if DRY else result["wrong_admitted"] or result["not_run"])
+    lost: dict[str, str] = {}
     if not DRY:
-        result["slow"], result["memory"] = slow(folder, bed), memory(binaries)
-        ok = ok and result["slow"]["ok"] and result["memory"]["ok"]
-    result |= {"ok": ok, "seconds": round(time.monotonic() - begun_s, 1), "binaries": len(binaries)}
-    print(json.dumps(result))
-    return 0 if ok else 1
+        made, lost = compiled(bed, groups, options.processes, begun_s + (1 - RUN_SHARE) * (until_s - begun_s))
+        binaries |= made
+    compiled_s = time.monotonic() - begun_s
+    print(f"    {len(binaries)} binaries in {compiled_s:.0f} s, {len(lost)} lost", flush=True)
+    result = run(bed, groups, 2 if DRY else correctness.RUNS_PER_ROUTING, until_s, lost)
+    by_plant, flaky = result["plants"], {p.name for p in plants if p.when}
+    honest = {p.name for p in PLANTS if p.honest}
+    wrong = sum(v["admitted"] for n, v in by_plant.items() if n not in flaky | honest)
+    held = not (wrong if DRY else result["wrong_admitted"] or result["not_run"])  # two runs find no flaky one
+    result |= {"compile_s": round(compiled_s, 1), "binaries": len(binaries), "not_compiled": len(lost)}
+    return {**result, "trials_ok": held and not result["honest_refused"]}
 
 
 if __name__ == "__main__":

@@ -32,7 +32,7 @@ import gpu_acceptance
 import gpu_answers
 from bench_figures import difference, quantile
 from gpu_answers import Answer, agree, told
-from gpu_parts import LIMIT_S, Parts, end_on_terminate
+from gpu_parts import BUDGET_S, Parts, end_on_terminate
 from gpu_server import FEWER_SIZES, Model, Server
 
 from sglang_moe_autotune import records, status, store
@@ -469,14 +469,14 @@ def main() -> int:
     parser.add_argument("--idle-s", type=float, default=120.0, help="longest time to learn in parts tp, two and one")
     parser.add_argument("--ep-idle-s", type=float, default=60.0)
     parser.add_argument("--start-s", type=int, default=240, help="longest time that a server may take to start")
-    parser.add_argument("--limit-s", type=float, default=LIMIT_S, help="parts that would not end in time are left out")
+    parser.add_argument("--budget-s", type=float, default=BUDGET_S, help="parts that cannot end in time are left out")
     parser.add_argument("--port", type=int, default=31400)
     parser.add_argument("--compile-processes", type=int, default=10, help="of each rank")
     parser.add_argument("flags", nargs="*", help="more server flags, after --")
     options = parser.parse_args()
     end_on_terminate()
     options.out.mkdir(parents=True, exist_ok=True)
-    parts = Parts(options.out / "ranks_run.json", {"options": vars(options)}, options.limit_s)
+    parts = Parts(options.out / "ranks_run.json", options.budget_s, {"options": vars(options)})
     parts.run("machine", lambda: parts.found.update(machine=gpu_acceptance.machine() | {"links": links()}))
     bodies = {"tp": part_tp, "differ": part_differ, "two": part_two, "one": part_one, "ep": part_ep}
     good = True

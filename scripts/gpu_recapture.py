@@ -28,7 +28,7 @@ import gpu_acceptance
 import gpu_answers
 import msgspec
 from gpu_answers import agree, difference, told, unchanged
-from gpu_parts import LIMIT_S, Parts, end_on_terminate
+from gpu_parts import BUDGET_S, Parts, end_on_terminate
 from gpu_server import Model, Server
 
 from sglang_moe_autotune import records, status
@@ -435,12 +435,12 @@ def main() -> int:
     for name, value in Model(layers=12)._asdict().items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=value)
     parser.add_argument("flags", nargs="*", help="more server flags, after --")
-    parser.add_argument("--limit-s", type=float, default=LIMIT_S, help="parts that would not end in time are left out")
+    parser.add_argument("--budget-s", type=float, default=BUDGET_S, help="parts that cannot end in time are left out")
     options = parser.parse_args()
     options.flags = [*FLAGS, *options.flags]
     end_on_terminate()
     run = Run(options)
-    parts = Parts(run.out / f"recapture{'_hybrid' if options.hybrid else ''}.json", run.findings, options.limit_s)
+    parts = Parts(run.out / f"recapture{'_hybrid' if options.hybrid else ''}.json", options.budget_s, run.findings)
     run.findings |= {"life": run.life, "checks": run.checks, "flags": options.flags}
     try:
         parts.run("first server", lambda: first_server(run, parts))

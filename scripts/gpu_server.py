@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import importlib.metadata
 import json
@@ -20,6 +21,9 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).resolve().parent.parent
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))  # this checkout, whether it is installed or another version of it
+
+
+_LIBC = ctypes.CDLL(None)
 
 
 class Model(NamedTuple):
@@ -108,6 +112,11 @@ def with_checkout(environ: dict[str, str]) -> dict[str, str]:
     return {**environ, "PYTHONPATH": os.pathsep.join(path)}
 
 
+def _die_with_parent() -> None:
+    """A server has a process group of its own, so nothing else would end it where the script is killed."""
+    _LIBC.prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG; SGLang's own processes ask for the same
+
+
 class Server:
     """Starts the server, waits until it is healthy, and ends it by its process id.
 
@@ -131,6 +140,7 @@ class Server:
                 stderr=subprocess.STDOUT,
                 env=with_checkout({**MULTICAST_OFF, **os.environ, **own, **environ}),
                 process_group=0,  # of its own, to be ended as a whole; in this session, which may be ended from outside
+                preexec_fn=_die_with_parent,  # noqa: PLW1509 - one call of the kernel, loaded before
             )
         try:
             while not (self._ready(begun) and self._healthy()):

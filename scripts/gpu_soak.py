@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Any
 
 import gpu_answers
 from gpu_answers import Answer, agree, told
-from gpu_parts import LIMIT_S, Parts, end_on_terminate
+from gpu_parts import BUDGET_S, Parts, end_on_terminate
 from gpu_server import FEWER_SIZES, Model, Server
 
 from sglang_moe_autotune import status, store, switch
@@ -397,7 +397,7 @@ def main() -> int:
     parser.add_argument("--fresh", action="store_true", help="forget what earlier calls learned")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--port", type=int, default=31500)
-    parser.add_argument("--limit-s", type=float, default=LIMIT_S, help="of the whole script")
+    parser.add_argument("--budget-s", type=float, default=BUDGET_S, help="of the whole script")
     parser.add_argument("--compile-processes", type=int, default=max(1, (os.cpu_count() or 2) - 4))
     parser.add_argument("flags", nargs="*", help="more server flags, after --")
     options = parser.parse_args()
@@ -408,7 +408,7 @@ def main() -> int:
     options.work.mkdir(parents=True, exist_ok=True)
     checks: list[tuple[str, bool, str]] = []
     found: dict[str, Any] = {"checks": checks, "options": {k: str(v) for k, v in vars(options).items()}}
-    parts = Parts(options.out / "soak.json", found, options.limit_s)
+    parts = Parts(options.out / "soak.json", options.budget_s, found)
     parts.run("machine", lambda: found.update(machine=machine()))
     parts.run("soak", lambda: one_server(options, parts, found, checks))
     parts.write()

@@ -1,12 +1,14 @@
 #!/usr/bin/env python3
 """Measure every candidate of a shape on this GPU, for `simulate` and `scripts/bench search`.
 
-    record_landscape.py E=256,N=256,K=3072,top_k=8 --out FILE [--m 2,16,64] [--budget-s 300] [--compile-only]
+    record_landscape.py E=256,N=256,K=3072,top_k=8 --out FILE [--m 2,16,64] [--budget-s 540] [--heuristic]
+    record_landscape.py E=256,N=256,K=3072,top_k=8 --out FILE [--m 2,16,64] --compile-only
 
 Run it with an interpreter that has SGLang and this package. The weights are made up, the launches are the bench's
 own: in turn with SGLang's config on layers in rotation, so a recorded time is the ratio to SGLang's config, times
 that config's median. The file is written after each M; started again, it goes on with the M that are missing.
-``--compile-only`` fills Triton's cache and measures nothing. Exits with 1 where an M is missing at the end.
+``--compile-only`` fills Triton's cache with what all these M need and measures nothing. ``--heuristic``: SGLang's
+config is its heuristic, as where it ships no file. Exits with 1 where an M is missing at the end.
 """
 
 from __future__ import annotations
@@ -17,11 +19,16 @@ import contextlib
 import gzip
 import json
 import math
+import os
 import sys
+import tempfile
 import time
+import traceback
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
+
+from gpu_parts import of_this_checkout
 
 from sglang_moe_autotune import machine, stand_in
 from sglang_moe_autotune.errand import Errand, Item, shape_of_fields
@@ -40,13 +47,16 @@ FINALS = ((96, 12), (24, 48))
 SLICE_US = 20_000.0
 MAX_DIRTY = 20
 TELL_EVERY_S = 5.0
+MORE_S = 1.1
+"""An M is begun while so many times the last one's seconds are left: what is half measured is lost."""
+HIDDEN = " SGLang's own config is its heuristic: the files that it ships were hidden."
 ABOUT = (
     "Latency of SGLang {sglang}'s Triton fused-MoE GEMMs for made-up weights and activations, measured on one {gpu}"
     " (driver {driver}, Triton {triton}). Microseconds of one launch, activations quantised beforehand where they"
     " are: the median ratio to SGLang's own config of up to {samples} pairs launched in turn on layers in rotation,"
     " times the median of SGLang's own config at that M ('default'). A candidate that took three times as long at"
     " its first launch has that one sample. The fastest of each GEMM were timed anew, without the samples that chose"
-    " them: {finals}. A candidate missing at some M did not launch (see out_of_resources)."
+    " them: {finals}. A candidate missing at some M did not launch (see out_of_resources).{files}"
 )
 
 
@@ -56,7 +66,7 @@ Found = dict[tuple[Gemm, KernelConfig], "list[Sample]"]
 class Recording:
     """The file so far, and how to add one M to it."""
 
-    def __init__(self, path: Path, shape: MoeShape, bed: machine.Machine) -> None:
+    def __init__(self, path: Path, shape: MoeShape, bed: machine.Machine, *, hidden: bool = False) -> None:
         self.path, self.shape, self.bed = path, shape, bed
         limit = bed.environment.shared_memory_bytes
         self.candidates = [c for c in full_space() if illegal(c, shape) is None]
@@ -70,6 +80,7 @@ class Recording:
         about = ABOUT.format(
             sglang=bed.sglang, gpu=gpu.device_name, driver=bed.driver, triton=gpu.triton, samples=SAMPLES,
             finals=", then ".join(f"{best} with {count} pairs" for best, count in FINALS),
+            files=HIDDEN if hidden else "",
         )  # fmt: skip
         self.content: dict[str, Any] = {
             "about": about,
@@ -103,15 +114,36 @@ class Recording:
     def open(self, m: int) -> tuple[ConfigPair, Bench]:
         baseline = self.bed.baseline(self.shape, m)
         if baseline is None:
-            sys.exit(f"SGLang's own answer at M={m} is no pair of plain configs")
+            raise RuntimeError(f"SGLang's own answer at M={m} is no pair of plain configs")
         bench = self.bed.provider.open(self.shape, m, baseline)
         if isinstance(bench, str):
-            sys.exit(f"M={m} cannot be measured: {bench}")
+            raise RuntimeError(f"M={m} cannot be measured: {bench}")  # noqa: TRY004 - an answer, not a type
         while not bench.prepare():
             pass
         return baseline, bench
 
-    def visit(self, bench: Bench, until_s: float, *, measuring: bool) -> Found | None:
+    def compile(self, bench: Any, compiler: Any, done: set[str], until_s: float) -> bool:
+        """Have every binary made that this M needs and that is not in ``done``; False where the time did not suffice.
+        Nothing is loaded: whatever else runs on this GPU is left alone."""
+        waiting: dict[str, Any] = {}
+        for config in (c for c in self.candidates if c not in self.refused):
+            for gemm in GEMMS:
+                candidate = bench._candidate(gemm, config)
+                if not isinstance(candidate, str) and candidate.binary.hash not in done:
+                    waiting[candidate.binary.hash] = candidate.binary
+                    compiler.readiness(candidate.binary)
+        total, told_s = len(waiting), time.monotonic()
+        while waiting and time.monotonic() < until_s:
+            settled = {name for name, binary in waiting.items() if compiler.readiness(binary) != "waiting"}
+            done |= settled
+            waiting = {name: binary for name, binary in waiting.items() if name not in settled}
+            if time.monotonic() - told_s > TELL_EVERY_S:
+                told_s = time.monotonic()
+                print(f"    {total - len(waiting)} of {total} binaries done", flush=True)
+            time.sleep(0.05)
+        return not waiting
+
+    def visit(self, bench: Bench, until_s: float) -> Found | None:
         """Samples of everything that can be launched; None where the time did not suffice."""
         found: Found = {}
         waiting = collections.deque((g, c) for c in self.candidates if c not in self.refused for g in GEMMS)
@@ -133,7 +165,7 @@ class Recording:
                     time.sleep(0.01)
                 continue
             fruitless = 0
-            samples = measure(bench, gemm, config, SAMPLES) if state == "ready" and measuring else []
+            samples = measure(bench, gemm, config, SAMPLES) if state == "ready" else []
             if samples:
                 found[gemm, config] = samples
             elif bench.readiness(gemm, config) == "failed":
@@ -196,12 +228,16 @@ def main() -> int:
     parser.add_argument("shape", help="as `sglang-moe-autotune tune --shape` takes it")
     parser.add_argument("--m", default=DEFAULT_M)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--budget-s", type=float, default=math.inf)
+    parser.add_argument("--budget-s", type=float, default=540.0, help="from the start of this program on")
     parser.add_argument("--processes", type=int, default=15)
     parser.add_argument("--compile-only", action="store_true")
+    parser.add_argument("--heuristic", action="store_true")
     options = parser.parse_args()
-    shape, ms = shape_of_fields(options.shape), [int(m) for m in options.m.split(",")]
+    of_this_checkout()
     until_s = time.monotonic() + options.budget_s
+    shape, ms = shape_of_fields(options.shape), [int(m) for m in options.m.split(",")]
+    if options.heuristic:
+        hide_files(Path(tempfile.mkdtemp(prefix="moe-autotune-no-files-")))
     order = Errand("tune", (Item(shape, tuple(ms)),), None, slice_us=SLICE_US, compile_processes=options.processes)
     bed = machine.gpu_machine(order)
     if isinstance(bed.provider, WarmProvider):
@@ -210,36 +246,66 @@ def main() -> int:
         stand_in.WANTED = 1  # type: ignore[misc]  # nothing is timed: the memory is left to whatever runs beside this
     if reason := bed.load(shape):
         sys.exit(f"no stand-in weights: {reason}")
-    recording = Recording(options.out, shape, bed)
-    for m in ms[:1] if options.compile_only else ms:
-        if recording.has(m):
-            continue
-        begun_s = time.monotonic()
-        baseline, bench = recording.open(m)
-        try:
-            found = recording.visit(bench, until_s, measuring=not options.compile_only)
-            if found and not options.compile_only:
-                recording.settle(bench, found)
-            spent_s = bench.gpu_s
-        finally:
-            bench.close()
-        if found is None:
-            print(f"M={m}: the time is over", flush=True)
-            break
-        taken_s = time.monotonic() - begun_s
-        if options.compile_only:
-            print(f"compiled in {taken_s:.0f} s: {_counts(bed)}", flush=True)
-            return 0
-        recording.add(m, baseline, found)
-        print(f"M={m}: {len(found)} launches in {taken_s:.0f} s, {spent_s:.1f} GPU s", flush=True)
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    recording = Recording(options.out, shape, bed, hidden=options.heuristic)
+    if options.compile_only:
+        return compile_only(recording, ms, until_s)
+    record(recording, [m for m in ms if not recording.has(m)], until_s)
     missing = [m for m in ms if not recording.has(m)]
     print(f"{options.out}: {len(ms) - len(missing)} of {len(ms)} M; missing: {missing or 'none'}", flush=True)
     return 1 if missing else 0
 
 
-def _counts(bed: machine.Machine) -> str:
-    compiler = getattr(bed.provider, "compiler", None)
-    return str(compiler.counts) if compiler is not None else ""
+def record(recording: Recording, ms: list[int], until_s: float) -> None:
+    """Measure these M one after the other and write each down. One that fails does not take the others along."""
+    last_s = 0.0
+    for m in ms:
+        begun_s = time.monotonic()
+        if until_s - begun_s <= MORE_S * last_s:
+            print(f"M={m}: not begun, {until_s - begun_s:.0f} s are left, the last one took {last_s:.0f}", flush=True)
+            return
+        try:
+            baseline, bench = recording.open(m)
+            try:
+                if found := recording.visit(bench, until_s):
+                    recording.settle(bench, found)
+                spent_s = bench.gpu_s
+            finally:
+                bench.close()
+            if found is None:
+                print(f"M={m}: the time is over", flush=True)
+                return
+            recording.add(m, baseline, found)
+        except Exception:  # noqa: BLE001 - told here, by what is missing and by the exit code
+            print(f"M={m} FAILED: {traceback.format_exc()}", flush=True)
+            continue
+        last_s = time.monotonic() - begun_s
+        print(f"M={m}: {len(found)} launches in {last_s:.0f} s, {spent_s:.1f} GPU s", flush=True)
+
+
+def compile_only(recording: Recording, ms: list[int], until_s: float) -> int:
+    """Fill Triton's cache with what these M need: Triton makes other binaries where a size is no multiple of 16."""
+    begun_s, done = time.monotonic(), set[str]()
+    compiler = recording.bed.provider.compiler  # type: ignore[attr-defined]  # a WarmProvider
+    for m in ms:
+        known = len(done)
+        _, bench = recording.open(m)
+        try:
+            whole = recording.compile(bench, compiler, done, until_s)
+        finally:
+            bench.close()
+        taken_s = time.monotonic() - begun_s
+        print(f"M={m}: {len(done) - known} more binaries, {taken_s:.0f} s so far: {compiler.counts}", flush=True)
+        if not whole:
+            print("the time is over", flush=True)
+            return 1
+    return 0
+
+
+def hide_files(folder: Path) -> None:
+    """Have SGLang's lookup answer with its heuristic, in this process and those that it starts."""
+    (folder / "configs").mkdir(parents=True, exist_ok=True)
+    os.environ["SGLANG_MOE_CONFIG_DIR"] = str(folder)
 
 
 if __name__ == "__main__":

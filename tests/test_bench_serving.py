@@ -198,9 +198,9 @@ def test_a_part_that_fails_does_not_take_the_others_along(tmp_path: Path, monkey
 
 
 def test_a_part_for_which_no_time_is_left_is_left_out(tmp_path: Path) -> None:
-    code, found = run(tmp_path, "--part", "ttft", "--part", "micro", "--limit-s", "10")
+    code, found = run(tmp_path, "--part", "ttft", "--part", "micro", "--budget-s", "10")
     assert code == 1
-    assert "left out" in found["faults"]["ttft"]
+    assert "not begun" in found["faults"]["ttft"]
     assert "micro" in found
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
 import sys
@@ -11,11 +12,12 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import synthetic
 
-pytest.importorskip("torch")
+torch = pytest.importorskip("torch")
 SCRIPTS = Path(__file__).resolve().parent.parent / "scripts"
 sys.path.insert(0, str(SCRIPTS))
 
 import coverage_rows  # noqa: E402 - found on the path set above
+import gpu_acceptance  # noqa: E402 - as above
 import gpu_coverage  # noqa: E402 - as above
 
 from sglang_moe_autotune.prior import Prior  # noqa: E402 - as above
@@ -79,9 +81,59 @@ def test_the_page_has_the_tables_of_what_was_found() -> None:
 
 def test_without_a_gpu_it_says_so(tmp_path: Path) -> None:
     command = [sys.executable, str(SCRIPTS / "gpu_coverage.py"), "--out", str(tmp_path / "out")]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env={"CUDA_VISIBLE_DEVICES": ""})
+    environ = {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(SCRIPTS.parent)}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environ)
     assert done.returncode == 1
     assert done.stderr.strip().splitlines()[-1].startswith("no GPU is visible")
+
+
+def test_a_row_that_fails_does_not_take_the_others_along(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = {"gpu": "NVIDIA H200", "driver": "580", "torch": "2.11", "triton": "3.6.0", "sglang": "0.5.16"}
+
+    def build(of: coverage_rows.Case) -> gpu_coverage.Row:
+        if of.name == "fp8-block-128":
+            raise RuntimeError("no such kernel")
+        return row()
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(gpu_acceptance, "machine", lambda: machine)
+    monkeypatch.setattr(gpu_coverage, "open_rows", lambda _: build)
+    monkeypatch.setattr(coverage_rows, "padded", lambda _: contextlib.nullcontext())
+    for name in ("SGLANG_MOE_CONFIG_DIR", "TORCHDYNAMO_DISABLE"):
+        monkeypatch.setenv(name, "")  # set by the script, and set back by this
+    arguments = ("--out", str(tmp_path), "--m", ",".join(map(str, MS)), "--budget-s", "60", "--rows")
+
+    def call(rows: str) -> int:
+        monkeypatch.setattr(sys, "argv", ["gpu_coverage.py", *arguments, rows])
+        return gpu_coverage.main()
+
+    assert call("fp8-block-128,bf16") == 1
+    assert "no such kernel" in json.loads((tmp_path / "coverage_run.json").read_text())["faults"]["fp8-block-128"]
+    found = json.loads((tmp_path / "coverage_gpu.json").read_text())
+    assert list(found) == ["bf16"]
+    assert found["bf16"]["equal"]
+    assert found["bf16"]["sglang"] == "0.5.16"
+    assert "driver 580, SGLang 0.5.16, torch 2.11, Triton 3.6.0" in (tmp_path / "gains.md").read_text()
+    assert call("fp16") == 0
+    assert list(json.loads((tmp_path / "coverage_gpu.json").read_text())) == ["bf16", "fp16"], "an earlier call's row"
+
+
+def test_what_is_there_is_kept_after_each_m_and_counts_as_equal_only_at_the_end() -> None:
+    kept: list[tuple[list[str], bool]] = []
+    of = coverage_rows.case("bf16")
+    told = gpu_coverage.run_row(of, row(), MS, 60.0, lambda found: kept.append((list(found["rows"]), found["equal"])))
+    names = [str(m) for m in MS]
+    assert kept == [(names[: n + 1], False) for n in range(len(names))]
+    assert told["equal"]
+
+
+def test_a_lost_device_ends_the_row() -> None:
+    class Lost:
+        def open(self, *_: object) -> Any:
+            raise RuntimeError("an illegal memory access was encountered")
+
+    with pytest.raises(RuntimeError, match="illegal"):
+        run(row()._replace(provider=Lost()))
 
 
 def test_tables_are_printed_from_a_file(tmp_path: Path) -> None:

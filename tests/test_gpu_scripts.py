@@ -112,7 +112,7 @@ def test_a_server_that_does_not_bear_a_custom_all_reduce_is_started_by_nccl(
 
 def test_parts_are_kept_at_once_and_fail_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found: dict[str, Any] = {}
-    parts = gpu_parts.Parts(tmp_path / "found.json", found, limit_s=50.0)
+    parts = gpu_parts.Parts(tmp_path / "found.json", 50.0, found)
     assert not parts.run("breaks", lambda: 1 / 0)
     assert json.loads((tmp_path / "found.json").read_text())["faults"].keys() == {"breaks"}
     assert parts.run("works", lambda: found.update(answer=42))
@@ -120,9 +120,9 @@ def test_parts_are_kept_at_once_and_fail_alone(tmp_path: Path, capsys: pytest.Ca
     kept = json.loads((tmp_path / "found.json").read_text())
     assert kept["answer"] == 42
     assert "ZeroDivisionError" in kept["faults"]["breaks"]
-    assert kept["faults"]["long"].startswith("left out")
+    assert kept["faults"]["long"].startswith("not begun")
     assert parts.failed
-    assert "[FAIL] breaks" in capsys.readouterr().out
+    assert "breaks FAILED" in capsys.readouterr().err
 
 
 def test_the_preflight_sees_this_checkout_and_tells_what_is_missing(

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -17,6 +20,9 @@ from sglang_moe_autotune.machine import Machine
 from sglang_moe_autotune.prior import Prior
 from sglang_moe_autotune.records import Environment
 from sglang_moe_autotune.replay import ReplayProvider
+
+if TYPE_CHECKING:
+    from sglang_moe_autotune.shapes import KernelConfig
 
 ORIGINAL = landscape.load(landscape.shipped()[0])
 SHAPE = "E=128,N=768,K=2048,top_k=8"
@@ -75,15 +81,68 @@ def test_the_fastest_are_timed_again_without_the_samples_that_chose_them(
         assert times[fastest] == pytest.approx(ORIGINAL.latency_us(1024, gemm, fastest), rel=0.03)
 
 
-@pytest.mark.usefixtures("machine")
-def test_it_goes_on_with_the_m_that_are_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_it_goes_on_with_the_m_that_are_missing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, machine: Machine
+) -> None:
     out = tmp_path / "made.json.gz"
     assert record(monkeypatch, "--m", "16", "--out", str(out)) == 0
     before = out.read_bytes()
     assert record(monkeypatch, "--m", "16,64", "--out", str(out), "--budget-s", "0") == 1
     assert out.read_bytes() == before, "an M that was not finished changed the file"
+    refuse = machine._replace(baseline=lambda shape, m: None if m == 64 else machine.baseline(shape, m))
+    with monkeypatch.context() as patch:
+        patch.setattr(record_landscape.machine, "gpu_machine", lambda _: refuse)
+        assert record(patch, "--m", "16,64,256", "--out", str(out)) == 1
+    assert landscape.load(out).ms == (16, 256), "one M that fails takes another along"
     assert record(monkeypatch, "--m", "16,64", "--out", str(out)) == 0
-    assert landscape.load(out).ms == (16, 64)
+    assert landscape.load(out).ms == (16, 64, 256)
     monkeypatch.setattr(record_landscape, "full_space", lambda: ORIGINAL.candidates[:7])
     with pytest.raises(SystemExit, match="another shape"):
-        record(monkeypatch, "--m", "256", "--out", str(out))
+        record(monkeypatch, "--m", "1024", "--out", str(out))
+
+
+def test_compiling_alone_makes_each_binary_once_and_tells_what_the_time_did_not_suffice_for(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, machine: Machine
+) -> None:
+    """Sizes that are no multiple of 16 need other binaries: here all M below 64 share theirs, and so do the others."""
+    orders: list[str] = []
+
+    class Compiler:
+        counts = "all"
+
+        def readiness(self, binary: SimpleNamespace) -> str:
+            first = binary.hash not in orders
+            if first:
+                orders.append(binary.hash)
+            return "waiting" if first or (binary.hash.endswith("-64") and slow) else "ready"
+
+    class Bench:
+        def __init__(self, m: int) -> None:
+            self.m = m
+
+        def prepare(self) -> bool:
+            return True
+
+        def _candidate(self, gemm: str, config: KernelConfig) -> object:
+            kind = 16 if self.m < 64 else 64
+            binary = SimpleNamespace(hash=f"{gemm} {config} -{kind}")
+            return "refused" if config.num_stages == 5 else SimpleNamespace(binary=binary)
+
+        def close(self) -> None: ...
+
+    provider = SimpleNamespace(open=lambda _, m, __: Bench(m), compiler=Compiler())
+    pair = ORIGINAL.baselines[16].pair
+    bed = machine._replace(provider=provider, baseline=lambda *_: pair)  # type: ignore[arg-type]
+    monkeypatch.setattr(record_landscape.machine, "gpu_machine", lambda _: bed)
+    monkeypatch.setattr(record_landscape.stand_in, "WANTED", 5)
+    monkeypatch.setenv("SGLANG_MOE_CONFIG_DIR", "")  # set by --heuristic, and set back by this
+    slow = False
+    options = ("--m", "16,32,64,256", "--out", str(tmp_path / "x"), "--compile-only", "--heuristic")
+    assert record(monkeypatch, *options) == 0
+    assert len(orders) == len(set(orders))
+    assert {order.rpartition("-")[2] for order in orders} == {"16", "64"}
+    assert (Path(os.environ["SGLANG_MOE_CONFIG_DIR"]) / "configs").is_dir()
+    assert not (tmp_path / "x").exists()
+    orders.clear()
+    slow = True
+    assert record(monkeypatch, *options, "--budget-s", "1") == 1

@@ -1,0 +1,241 @@
+#!/usr/bin/env python3
+"""Real servers with a planted kernel in place of SGLang's own: what is wrong is not taken, what is slow is launched
+once, and what ends a server is not launched by the next one.
+
+    gpu_planted.py --out DIR [--part wrong,crash] [--budget-s 540] [--idle-s 75] [-- more server flags]
+
+``wrong``: a server whose kernel is wrong in the last tile under one GROUP_SIZE_M, and takes 30 ms in some configs of
+another one, learns while it idles. ``crash``: servers, one after the other, whose kernel ends the context under every
+GROUP_SIZE_M that SGLang's own configs have not: each culprit must be in quarantine at the next start, and a start must
+come that lives. DIR/planted.json has what was found; exits with 1 where a check does not hold. Run it with an
+interpreter that has SGLang and this package.
+"""
+
+from __future__ import annotations
+
+import argparse
+import http.client
+import inspect
+import itertools
+import json
+import os
+import shutil
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import gpu_acceptance
+from demo_gpu import ROOT, site_folder
+from gpu_acceptance import Run
+from gpu_parts import Parts, of_this_checkout
+from gpu_search import install
+from gpu_server import Model
+
+from sglang_moe_autotune import quarantine, status, store, trials
+from sglang_moe_autotune.shapes import GEMMS
+
+if TYPE_CHECKING:
+    from gpu_server import Server
+
+    from sglang_moe_autotune.records import Record
+    from sglang_moe_autotune.shapes import KernelConfig
+
+PARTS = ("wrong", "crash")
+MODEL = Model(64, 256, 1024, 4, 2)
+FLAGS = (
+    *("--chunked-prefill-size", "512", "--cuda-graph-bs-decode", "16", "--cuda-graph-bs-prefill", "512"),
+    *("--mem-fraction-static", "0.3"),
+)
+WRONG, SLOW, OWN = 16, 32, 8
+"""the GROUP_SIZE_M of the faults, and the largest that SGLang's own configs have"""
+SLOW_WIDTH = 128
+STARTS = 4
+"""of servers whose kernel ends them: two deaths make a start read-only, so that the third one lives"""
+START_S = 60.0
+LIVES_S = 60.0
+"""after which a server is taken to live"""
+ANSWER_S = 20.0
+
+
+def plants() -> dict[str, Any]:
+    """The plants of each part, by name."""
+    import gpu_plants as g  # noqa: PLC0415 - imports SGLang
+
+    last = f"        accumulator = tl.where({g.LAST}, accumulator * 1.25, accumulator)\n"
+    wrong = g.before(g.ROUND, f"    if GROUP_SIZE_M == {WRONG}:\n{last}")
+    indented = "".join(f"    {line}\n" for line in g.SLOW[1].removesuffix(g.PID).splitlines())
+    slow = g.before(g.PID, f"    if GROUP_SIZE_M == {SLOW}:\n{indented}")
+    crash = g.PID, g.CRASH[1].replace("BLOCK_SIZE_N == 128", f"GROUP_SIZE_M > {OWN}")
+    return {"wrong": g.Plant("server-wrong", (wrong, slow)), "crash": g.Plant("server-crash", (crash,))}
+
+
+def plant(run: Run, name: str) -> None:
+    """Have the servers that start from now on run the plant of a part, with a store of its own."""
+    import gpu_plants as g  # noqa: PLC0415 - imports SGLang
+
+    if str(run.probe) not in sys.path:
+        sys.path.insert(0, str(run.probe))
+    kernel = inspect.unwrap(g.releases.invoke_function()).__globals__[g.KERNEL]
+    run.environ["PLANTED"] = g.plant_kernel(run.probe, kernel, plants()[name]).fn.__module__
+    run.environ["SGLANG_MOE_AUTOTUNE_DIR"] = str(run.work / name)
+
+
+# -- what a store tells ----------------------------------------------------------------------------------------
+
+
+def rows(root: Path) -> list[Record]:
+    found = [e.path for e in store.environments(root) if e.environment]
+    return [record for path in found for record in store.read(path).records.values()]
+
+
+def configs(record: Record) -> set[KernelConfig]:
+    return {record.pair.of(gemm) for gemm in GEMMS}
+
+
+def held(root: Path) -> dict[str, str]:
+    """Candidates in quarantine, with the reason."""
+    return {str(one.candidate): one.reason for one in quarantine.read(root / quarantine.FOLDER).held}
+
+
+def measured(root: Path) -> list[trials.Tried]:
+    found = [e.environment for e in store.environments(root) if e.environment]
+    return [row for e in found for ms in trials.read(root, e).values() for some in ms.values() for row in some]
+
+
+def live(root: Path) -> status.LiveStatus | None:
+    running = [s.live for s in status.read(root).servers if s.presence == "running"]
+    return running[0] if running else None
+
+
+# -- the parts -------------------------------------------------------------------------------------------------
+
+
+def wrong(run: Run, parts: Parts) -> None:
+    """One server that learns: nothing wrong or slow is accepted, and each slow one was launched once."""
+    plant(run, "wrong")
+    root = run.work / "wrong"
+    with run.serve("1_wrong") as server:
+        server.generate(gpu_acceptance.prompts(), 8)
+        until_s = time.monotonic() + min(run.options.idle_s, max(10.0, parts.left_s - 20))
+        while time.monotonic() < until_s:
+            time.sleep(2.0)
+            told = live(root)
+            if told is not None and told.slices and told.state == "idle" and not told.queue:
+                break
+        server.generate(gpu_acceptance.prompts(), 8)
+        time.sleep(4.0)
+        log, told = server.text(), live(root)
+    judge_wrong(run, root, log, told)
+
+
+def judge_wrong(run: Run, root: Path, log: str, told: status.LiveStatus | None) -> None:
+    """Into the findings and checks."""
+    accepted = [r for r in rows(root) if r.verdict == "faster"]
+    faulty = {WRONG: 0, SLOW: 0}
+    for config in (c for r in accepted for c in configs(r)):
+        if config.GROUP_SIZE_M == WRONG or (config.GROUP_SIZE_M, config.BLOCK_SIZE_N) == (SLOW, SLOW_WIDTH):
+            faulty[config.GROUP_SIZE_M] += 1
+    tried = measured(root)
+    tempting = [t for t in tried if t.config.GROUP_SIZE_M == WRONG and t.ratio < 0.99]
+    in_quarantine = held(root)
+    run.findings["wrong"] = {
+        "settled": len(rows(root)), "accepted": len(accepted), "measured": len(tried),
+        "wrong_measured_faster_than_the_baseline": len(tempting), "accepted_by_fault": faulty,
+        "in_quarantine": in_quarantine, "pauses": told.pauses if told is not None else None,
+        "state": [told.state, told.reason] if told is not None else None,
+    }  # fmt: skip
+    run.check("wrong configs looked faster and none was accepted", bool(tempting) and not faulty[WRONG],
+              f"{len(tempting)} measurements, {faulty[WRONG]} accepted")  # fmt: skip
+    slow = {c: why for c, why in in_quarantine.items() if "its first launch took" in why}
+    run.check("slow configs are in quarantine and none was accepted", bool(slow) and not faulty[SLOW],
+              f"{len(slow)} held, {faulty[SLOW]} accepted; {next(iter(slow.items()), '')}")  # fmt: skip
+    run.check("the server lives, without a fault", "Traceback" not in log, f"{log.count('Traceback')} tracebacks")
+
+
+def crash(run: Run, parts: Parts) -> None:
+    """Servers until one lives. Each that dies leaves its culprit in quarantine for the next."""
+    plant(run, "crash")
+    starts: list[dict[str, Any]] = run.findings.setdefault("crash", [])
+    for number in range(2, 2 + STARTS):
+        if parts.left_s < START_S:
+            break
+        with run.serve(f"{number}_crash") as server:
+            before = held(run.work / "crash")
+            died = dies(server, min(LIVES_S, parts.left_s))
+            told = live(run.work / "crash")
+            starts.append({
+                "held_at_start": before, "died": died,
+                "state": None if told is None or died else [told.state, told.reason],
+            })  # fmt: skip
+        print(f"    start {number - 1}: {json.dumps(starts[-1])}", flush=True)
+        parts.write()
+        if not died:
+            break
+    judge_crash(run, starts)
+
+
+def dies(server: Server, wait_s: float) -> bool:
+    """Does the server end within this time? A request now and then: without one, a lost device is not seen."""
+    until_s = time.monotonic() + wait_s
+    body = {"input_ids": [5, 6, 7], "sampling_params": {"max_new_tokens": 4, "temperature": 0.0, "ignore_eos": True}}
+    try:
+        while True:
+            server.post("/generate", body, ANSWER_S)
+            if time.monotonic() > until_s:
+                return False
+            time.sleep(6.0)
+            if server.process.poll() is not None:
+                return True
+    except (OSError, http.client.HTTPException):  # refused, reset, or no answer in time
+        return True
+
+
+def judge_crash(run: Run, starts: list[dict[str, Any]]) -> None:
+    """The first server died, every death is a culprit held from the next start on, and the last server lives."""
+    run.check("a planted crash ends the first server", bool(starts) and starts[0]["died"], f"{len(starts)} starts")
+    known = [set(start["held_at_start"]) for start in starts]
+    fresh = [len(after - before) for before, after in itertools.pairwise(known)]
+    grown = bool(fresh) and all(fresh) and all(a <= b for a, b in itertools.pairwise(known))
+    run.check("each culprit is in quarantine at the next start", grown, f"{fresh} more at each start")
+    lives = len(starts) > 1 and not starts[-1]["died"]
+    run.check("a start lives and serves", lives, json.dumps(starts[-1] if starts else {})[:300])
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--part", default=",".join(PARTS))
+    parser.add_argument("--budget-s", type=float, default=540.0)
+    parser.add_argument("--idle-s", type=float, default=75.0)
+    parser.add_argument("--port", type=int, default=31400)
+    parser.add_argument("--compile-processes", type=int, default=max(1, (os.cpu_count() or 2) - 2))
+    for name, value in MODEL._asdict().items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=value)
+    parser.add_argument("flags", nargs="*", help="more server flags, after --")
+    options = parser.parse_args()
+    names = options.part.split(",")
+    if odd := set(names) - set(PARTS):
+        parser.error(f"--part has {', '.join(sorted(odd))}; there are {', '.join(PARTS)}")
+    of_this_checkout()
+    options.flags = [*FLAGS, *options.flags]
+    parts = Parts(options.out / "planted.json", options.budget_s)
+    run = Run(options)
+    run.findings = parts.found
+    try:
+        run.findings["machine"] = gpu_acceptance.machine()
+        install(run.probe, "plant_probe", "plant_probe")
+        path = [str(run.probe), str(site_folder(run.work)), str(ROOT), os.environ.get("PYTHONPATH", "")]
+        run.environ["PYTHONPATH"] = os.pathsep.join(path)
+        for name, part in (("wrong", wrong), ("crash", crash)):
+            if name in names:
+                parts.run(name, lambda part=part: part(run, parts), START_S)
+    finally:
+        run.findings["checks"] = [list(c) for c in run.checks]
+        parts.write()
+        shutil.rmtree(run.work, ignore_errors=True)
+    return 0 if run.checks and not parts.failed and all(ok for _, ok, _ in run.checks) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
