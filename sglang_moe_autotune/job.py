@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Final, Literal
 
 import msgspec
 
-from sglang_moe_autotune.bench import Declined
-from sglang_moe_autotune.decision import Estimate, PairedTest
+from sglang_moe_autotune.bench import Declined, Sample
+from sglang_moe_autotune.decision import LOOKS, Estimate, PairedTest
 from sglang_moe_autotune.records import Evidence
 from sglang_moe_autotune.search import Search, SearchOptions
 from sglang_moe_autotune.shapes import GEMMS, ConfigPair, MoeShape
@@ -146,7 +146,7 @@ class Job:
         for pair, relative in search.ranked(self._options.pairs):
             if pair == self.baseline or relative > 1 - self._options.min_gain / 2:
                 break  # a test of what does not even look faster would cost most of all and end in a tie
-            if (yield from self._judge(pair, search.measured)):
+            if (yield from self._judge(pair, search)):
                 break
 
     # -- measuring -------------------------------------------------------------------------------------------------
@@ -215,10 +215,10 @@ class Job:
 
     # -- judging ---------------------------------------------------------------------------------------------------
 
-    def _judge(self, pair: ConfigPair, measured: int) -> Generator[Progress, None, bool]:
+    def _judge(self, pair: ConfigPair, search: Search) -> Generator[Progress, None, bool]:
         """Put one pair through all tests; True when the job is over with it, False when the next may try."""
-        self.phase = "deciding"
-        first = yield from self._test(pair)
+        self.phase, measured = "deciding", search.measured
+        first = yield from self._test(pair, search)
         if first.outcome != "faster":
             self._note_tie(first, measured)
             return True
@@ -234,7 +234,7 @@ class Job:
             if worst is None or comparison.error > worst.error:
                 worst = comparison
         self.phase = "confirming"
-        second = yield from self._test(pair)
+        second = yield from self._test(pair, search)
         if second.outcome != "faster":
             self._note_tie(second, measured)
             return True
@@ -251,9 +251,13 @@ class Job:
         self.outcome = Outcome(pair, second.estimate, second.baseline_us, samples, measured, worst)
         return True
 
-    def _test(self, pair: ConfigPair) -> Generator[Progress, None, PairedTest]:
-        """A paired test from nothing, the two GEMMs measured in alternate slices."""
+    def _test(self, pair: ConfigPair, search: Search) -> Generator[Progress, None, PairedTest]:
+        """A paired test from nothing, the two GEMMs measured in alternate slices. A GEMM that the pair leaves as it is
+        takes as long as it does: it is not launched again, and its noise blurs nothing."""
         test = PairedTest(self._options.min_gain, self._options.error_rate)
+        for gemm in GEMMS:
+            if gemm not in pair.unlike(self.baseline) and (us := search.reference_us(gemm)):
+                test.add(**{gemm: [Sample(us, us)] * LOOKS[-1]})
         dirty = 0
         while test.outcome == "undecided" and dirty < _DIRTY_LIMIT:
             for gemm, count in zip(GEMMS, test.wanted, strict=True):

@@ -164,7 +164,11 @@ class Search:
     @property
     def baseline_us(self) -> float:
         """The baseline's up + down in microseconds; 0 before anything was measured."""
-        return sum(median(us) if us else 0.0 for us in self._baseline_us.values())
+        return sum(map(self.reference_us, GEMMS))
+
+    def reference_us(self, gemm: Gemm) -> float:
+        """Of the baseline's launch of one GEMM, in microseconds; 0 before anything was measured."""
+        return median(us) if (us := self._baseline_us[gemm]) else 0.0
 
     # -- the race --------------------------------------------------------------------------------------------------
 
