@@ -24,6 +24,9 @@ Outcome = Literal["undecided", "faster", "tie"]
 LOOKS: Final = (12, 24, 48, 96, 192)
 """Counts of samples at which the test may end."""
 
+_HOPE: Final = 0.5
+"""how far above its estimate a gain may lie, in units of the distance to its lower bound"""
+
 
 class Estimate(NamedTuple):
     """The gain 1 - candidate/baseline with its bounds, as fractions."""
@@ -83,8 +86,15 @@ class PairedTest:
         self._looked += 1
         if low > 0 and gain >= self._min_gain:
             self.outcome = "faster"
-        elif high < self._min_gain or self._looked == len(LOOKS):
+        elif high < self._min_gain or self._looked == len(LOOKS) or self._is_futile(count):
             self.outcome = "tie"
+
+    def _is_futile(self, count: int) -> bool:
+        """Would the last look bound the gain away from zero only if the gain were well above what it seems? Giving up
+        says ``tie``, so the error rate is not touched."""
+        gain, low, _ = self.estimate
+        needed = max(self._min_gain, (gain - low) * math.sqrt(count / LOOKS[-1]))
+        return gain + _HOPE * (gain - low) < needed
 
     def _both(self) -> list[tuple[Sample, Sample]]:
         return list(zip(self._up, self._down, strict=False))
