@@ -96,8 +96,8 @@ class Experience:
         self.ordered |= dict.fromkeys(config for config in lags if config in self.space)
         self.conclude(M, {**lags, **(self._lags.get(M, {}) if self.measured.get(M) else {})})
 
-    def winners(self, but: int) -> frozenset[KernelConfig]:
-        """Configs that some other M is served with."""
+    def winners(self, but: int | None = None) -> frozenset[KernelConfig]:
+        """Configs that some M, or some other one, is served with."""
         return frozenset(c for m, pair in self.chosen.items() if m != but for c in (pair.up, pair.down))
 
     def conclude(self, M: int, lags: dict[KernelConfig, float]) -> None:  # noqa: N803

@@ -17,7 +17,7 @@ from sglang_moe_autotune.bench import Declined, Sample
 from sglang_moe_autotune.decision import LOOKS, Estimate, PairedTest
 from sglang_moe_autotune.records import Evidence
 from sglang_moe_autotune.search import Search, SearchOptions
-from sglang_moe_autotune.shapes import GEMMS, ConfigPair, MoeShape
+from sglang_moe_autotune.shapes import GEMMS, ConfigPair, KernelConfig, MoeShape
 
 if TYPE_CHECKING:
     from sglang_moe_autotune.bench import Bench, Comparison
@@ -43,6 +43,8 @@ class JobOptions(msgspec.Struct, frozen=True):
     """of up + down, as a fraction; less is a tie"""
     error_rate: float = 0.005
     """of each of the two tests"""
+    floor: float = 0.0
+    """what the lower bound of the gain must be above"""
     pairs: int = 3
     """tried in turn where outputs disagree or adoption fails"""
     compile_wait_s: float = 600.0
@@ -108,7 +110,9 @@ class Job:
         *,
         allowance: int,
         quick: bool = False,
+        only: frozenset[KernelConfig] | None = None,
     ) -> None:
+        """allowance, quick, only: as of a ``Search``."""
         self.shape, self.M, self.baseline = shape, M, baseline
         self.phase: Phase = "preparing"
         self.prepared = False
@@ -117,7 +121,7 @@ class Job:
         """pairs that were faster and were not taken, with the reason"""
         self._bench, self._experience, self._prior = bench, experience, prior
         self._options, self._clock = options, clock
-        self._allowance, self._quick = allowance, quick
+        self._allowance, self._quick, self._only = allowance, quick, only
         self._tried, self._why = False, ""
 
     def steps(self) -> Steps:
@@ -137,6 +141,7 @@ class Job:
             self._options.search,
             allowance=self._allowance,
             quick=self._quick,
+            only=self._only,
         )
         self.phase = "searching"
         yield from self._race(search)
@@ -144,7 +149,7 @@ class Job:
             raise Declined(f"none of its candidates could be measured; {self._why}")
         self.outcome = Outcome(self.baseline, _NO_GAIN, search.baseline_us, 0, search.measured)
         for pair, relative in search.ranked(self._options.pairs):
-            if pair == self.baseline or relative > 1 - self._options.min_gain / 2:
+            if pair == self.baseline or relative > 1 - min(self._options.min_gain, self._options.min_gain / 2):
                 break  # a test of what does not even look faster would cost most of all and end in a tie
             if (yield from self._judge(pair, search)):
                 break
@@ -254,7 +259,7 @@ class Job:
     def _test(self, pair: ConfigPair, search: Search) -> Generator[Progress, None, PairedTest]:
         """A paired test from nothing, the two GEMMs measured in alternate slices. A GEMM that the pair leaves as it is
         takes as long as it does: it is not launched again, and its noise blurs nothing."""
-        test = PairedTest(self._options.min_gain, self._options.error_rate)
+        test = PairedTest(self._options.min_gain, self._options.error_rate, self._options.floor)
         for gemm in GEMMS:
             if gemm not in pair.unlike(self.baseline) and (us := search.reference_us(gemm)):
                 test.add(**{gemm: [Sample(us, us)] * LOOKS[-1]})

@@ -54,6 +54,8 @@ class Evidence(msgspec.Struct, frozen=True, gc=False):
     tolerance: float | None = None
     looks: int = 0
     """searches that this M had: after less than three a restarted server goes on with the next; 0: not said"""
+    consolidated: bool = False
+    """was it asked, after all searches of the shape, to be served with winners of other M?"""
 
 
 class Record(msgspec.Struct, frozen=True, gc=False):

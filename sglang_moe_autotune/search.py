@@ -52,6 +52,8 @@ class SearchOptions(msgspec.Struct, frozen=True):
     """trials of a GEMM in each final stage"""
     final_s: float = 0.15
     """about what the launches of a final stage may take; long launches then get fewer samples"""
+    finals_s: float = 5.0
+    """and of all M of a shape together: many M learn from each other"""
     cut_sigmas: float = 2.0
     seed: int = 0
     """the order in which equals are tried"""
@@ -86,9 +88,10 @@ class Search:
         *,
         allowance: int,
         quick: bool = False,
+        only: frozenset[KernelConfig] | None = None,
     ) -> None:
         """allowance: new configs that this search may compile. quick: take them from the prior alone, and look at no
-        neighbours."""
+        neighbours. only: race and propose these, as far as they are compiled, and leave the baseline out."""
         self.shape, self.M, self.baseline = shape, M, baseline
         self.experience = experience
         self.options = options or SearchOptions()
@@ -100,7 +103,7 @@ class Search:
         self._race: dict[Trial, None] = {}
         self._target = 0
         self._promise: dict[KernelConfig, int] = {}
-        self._allowance, self._quick = allowance, quick
+        self._allowance, self._quick, self._only = allowance, quick, only
         self._left = max(0, self.options.compiled_per_shape - len(experience.ordered))
         self._compiled = 0
         self._plan = self._stages()
@@ -142,10 +145,10 @@ class Search:
         costs, winners = self._costs(), self.experience.winners(but=self.M)
         tie = self.options.tie * (1 + max(0, len(winners) - self.options.few_winners) / 2)
         by_tile: dict[int, dict[Gemm, list[KernelConfig]]] = {}
-        for trial in sorted(costs, key=costs.__getitem__):
+        for trial in sorted((t for t in costs if self._only is None or t.config in self._only), key=costs.__getitem__):
             by_tile.setdefault(trial.config.BLOCK_SIZE_M, {gemm: [] for gemm in GEMMS})[trial.gemm].append(trial.config)
         free = winners | {self.baseline.up, self.baseline.down}
-        found = [(1.0, Ranked(self.baseline, 1.0))]
+        found = [(1.0, Ranked(self.baseline, 1.0))] if self._only is None else []
         for tile in by_tile.values():
             for up in tile["up"][:5]:
                 for down in tile["down"][:5]:
@@ -239,6 +242,8 @@ class Search:
 
     def _field(self) -> list[KernelConfig]:
         """Who starts: winners of other M, whatever is compiled and not hopeless, then new ones of the prior."""
+        if self._only is not None:
+            return [c for c in self.experience.ordered if c in self._only and self._may_try(c)]
         nearest = self.experience.nearest(self.M)
         field = dict.fromkeys(
             c for m in nearest[:8] if (p := self.experience.chosen.get(m)) for c in (p.up, p.down) if self._may_try(c)
