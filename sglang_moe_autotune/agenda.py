@@ -160,8 +160,9 @@ class Agenda:
         ]
 
     def of(self, shape: MoeShape) -> list[Entry]:
-        """All M of a shape."""
-        return [entry for entry in self.entries.values() if entry.shape == shape]
+        """The M of a shape that may be begun, now or in deeper idle."""
+        mine = (entry for entry in self.entries.values() if entry.shape == shape and entry.key not in self.deferred)
+        return [entry for entry in mine if self.admits(entry)]
 
     def queued(self) -> list[Entry]:
         """What has no answer yet, the hottest first, equals in the order of arrival."""
@@ -190,8 +191,8 @@ class Agenda:
         self._rest_until_s = {False: 0.0, True: 0.0}
 
     def next_entry(self, now_s: float, *again: Callable[[Entry], bool], deep_idle: bool) -> Entry | None:
-        """The hottest without an answer; when there is none, a settled one for which the first ``again`` holds; when there
-        is none, one for which the next does."""
+        """The hottest without an answer; when there is none, a settled one for which the first ``again`` holds; and when
+        there is none, one for which the next does."""
         found = [e for e in self._in_state("queued") if self._ripe(e, now_s, deep_idle=deep_idle)]
         if found:
             return min(found, key=self._order)

@@ -1,17 +1,23 @@
 """Consolidation: few distinct winners serve all M of a shape. Which one is given up next, and for what. Pure.
 
-Each winner is a binary that every start loads and the disk cache keeps. Where a shape has more than it should, the one
-that the fewest M use makes way: each of its M is asked once, after all searches, whether a pair of other winners does
-as well there. Such a pair may be slower than the one it replaces by a stated tolerance and no more, and together with
-what is known of that one it must still be faster than SGLang's own answer, as any row.
+Each winner is a binary that every start loads and the disk cache keeps. Where a shape has more than it should, one that
+few M use makes way: each of its M is asked once, after all searches, whether a pair of other winners does as well there.
+Such a pair may be slower than the one it replaces by a stated tolerance and no more, and together with what is known of
+that one it must still be faster than SGLang's own answer, as any row.
 """
 
 from __future__ import annotations
 
+import math
+from statistics import median
 from typing import TYPE_CHECKING, Final, NamedTuple
 
+from sglang_moe_autotune.experience import Trial
+from sglang_moe_autotune.lags import SHARE, least_by_tile
+from sglang_moe_autotune.shapes import GEMMS
+
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Collection, Iterable
 
     from sglang_moe_autotune.agenda import Entry
     from sglang_moe_autotune.experience import Experience
@@ -20,8 +26,8 @@ if TYPE_CHECKING:
 
 MOST_WINNERS: Final = 12
 """configs of a shape with which all its M are served, as far as that costs little"""
-TOLERANCE: Final = 0.003
-"""what an M may lose, as a fraction of its pair's time"""
+TOLERANCE: Final = 0.005
+"""what an M may lose, as a fraction of its pair's time: less is no reason for a further search either"""
 MOST_LOST: Final = 0.02
 """what it may lose at most, by the error rate of the test: few samples bound a loss no better"""
 
@@ -30,13 +36,22 @@ class Bar(NamedTuple):
     """What a paired test against the present pair must show. Gains are fractions, losses below zero."""
 
     min_gain: float
-    floor: float
+    floor: float = 0.0
     """the lower bound of the gain must be above it"""
 
 
-def given_up(experience: Experience, entries: Iterable[Entry]) -> KernelConfig | None:
-    """The winner to do without: of those whose M may all be asked, the one that the fewest use. None where there are few
-    enough. entries: of this shape."""
+class Turn(NamedTuple):
+    """Who is asked next."""
+
+    M: int
+    given_up: KernelConfig
+    """the one of its configs that it shall do without"""
+
+
+def next_turn(experience: Experience, entries: Iterable[Entry]) -> Turn | None:
+    """Of the winners that could be missed at all M that use them, the one that the fewest use; and of those M the one
+    that would lose most, so that a refusal comes before anything was moved in vain. entries: that may be asked now.
+    None where there are few winners, or none can be missed."""
     users: dict[KernelConfig, set[int]] = {}
     for M, pair in experience.chosen.items():  # noqa: N806
         for config in (pair.up, pair.down):
@@ -44,8 +59,12 @@ def given_up(experience: Experience, entries: Iterable[Entry]) -> KernelConfig |
     if len(users) <= MOST_WINNERS:
         return None
     free = {entry.M for entry in entries if may_be_asked(entry)}
-    candidates = [config for config, ms in users.items() if ms <= free]
-    return min(candidates, key=lambda config: (len(users[config]), min(users[config]), str(config)), default=None)
+    movable = [config for config, ms in users.items() if ms <= free]
+    for config in sorted(movable, key=lambda c: (len(users[c]), min(users[c]), str(c))):
+        losses = {M: loss(experience, M, users.keys() - {config}) for M in sorted(users[config])}
+        if max(losses.values()) <= TOLERANCE:
+            return Turn(max(losses, key=losses.__getitem__), config)
+    return None
 
 
 def may_be_asked(entry: Entry) -> bool:
@@ -55,9 +74,29 @@ def may_be_asked(entry: Entry) -> bool:
     return record.source != "pinned" and max(record.evidence.gain, record.evidence.gain_low) < 1
 
 
+def loss(experience: Experience, M: int, configs: Collection[KernelConfig]) -> float:  # noqa: N803
+    """By how much an M's best pair of these seems slower than the pair it has, as a fraction; 0 where nothing is known,
+    infinite where nothing else was found fit for it."""
+    rows, present = experience.measured.get(M), experience.chosen[M]
+    if not rows:
+        return 0.0
+    reference, times = experience.reference[M], experience.reference_us[M]
+    whole_us = {gemm: median(us) for gemm, us in times.items() if us} if all(times.values()) else dict(SHARE)
+    costs = {
+        trial: whole_us[trial.gemm] * math.exp(row.centre)
+        for gemm in GEMMS
+        for config in (*configs, present.of(gemm))
+        if (row := rows.get(trial := Trial(gemm, config))) and row.logs
+    } | {Trial(gemm, reference.of(gemm)): whole_us[gemm] for gemm in GEMMS}
+    now = [costs.get(Trial(gemm, present.of(gemm)), math.nan) for gemm in GEMMS]
+    allowed = least_by_tile({trial: cost for trial, cost in costs.items() if trial.config in configs})
+    best = min((sum(tile.values()) for tile in allowed.values()), default=math.inf)
+    return 0.0 if math.isnan(sum(now)) else best / sum(now) - 1
+
+
 def bar(before: Evidence, min_gain: float) -> Bar:
-    """before: of the pair that would be replaced, against SGLang's own. The gains of both tests multiply, and what comes
-    out must be ``min_gain`` at least, with a lower bound above zero."""
+    """before: of the pair that would be replaced, against SGLang's own. The gains of both tests multiply, and what is
+    left must be ``min_gain`` at least, with a lower bound above zero."""
     needed = 1 - (1 - min_gain) / (1 - before.gain)
     bounded = 1 - 1 / (1 - before.gain_low)
     return Bar(max(-TOLERANCE, needed), max(-MOST_LOST, bounded))

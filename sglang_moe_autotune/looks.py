@@ -2,8 +2,8 @@
 
 Every M has a first, quick look with few configs of the prior before any has its second. Then those that came early try
 what the others compiled. Then they go round by round, each with a fair share of the configs that may still be
-compiled, until a look finds nothing better. In the end each M tries what others have compiled since. When no M is worth another
-search, winners that few M use may be given up: see ``consolidation``.
+compiled, until a look finds nothing better. In the end each M tries what others have compiled since. When no M is worth
+another search, winners that few M use may be given up: see ``consolidation``.
 """
 
 from __future__ import annotations
@@ -50,23 +50,22 @@ def plan(
     peers = agenda.peers(entry)
     final_s = min(options.final_s, options.finals_s / len(peers))
     if entry.state == "settled" and entry.record is not None and not worth_another(entry, agenda, experience, options):
-        if not worth_consolidating(entry, agenda, experience):
+        if (given_up := to_give_up(entry, agenda, experience)) is None:
             return None
         bar = consolidation.bar(entry.record.evidence, min_gain)
-        only = experience.winners() - {consolidation.given_up(experience, agenda.of(entry.shape))}
-        return Look(experience.chosen[entry.M], bar, final_s, only=only)
+        return Look(experience.chosen[entry.M], bar, final_s, only=experience.winners() - {given_up})
     present = experience.chosen[entry.M] if entry.state == "settled" else entry.baseline
     new = allowance(entry, peers, experience, options, agenda.sharing)
-    return Look(present, Bar(min_gain if present == entry.baseline else min_gain / 2, 0.0), final_s, new)
+    return Look(present, Bar(min_gain if present == entry.baseline else min_gain / 2), final_s, new)
 
 
-def worth_consolidating(entry: Entry, agenda: Agenda, experience: Experience) -> bool:
-    """Is one of this M's configs the winner to be given up? Where several processes share the searches each row is
-    decided by all of them, as faster than the one before, so there it is not."""
+def to_give_up(entry: Entry, agenda: Agenda, experience: Experience) -> KernelConfig | None:
+    """The winner that this M shall be asked to do without now. None where several processes share the searches: all of
+    them decide each row there, as faster than the one before."""
     if agenda.sharing > 1 or not consolidation.may_be_asked(entry):
-        return False
-    config, present = consolidation.given_up(experience, agenda.of(entry.shape)), experience.chosen[entry.M]
-    return config in (present.up, present.down)
+        return None
+    turn = consolidation.next_turn(experience, agenda.of(entry.shape))
+    return turn.given_up if turn is not None and entry.M == turn.M else None
 
 
 def worth_another(entry: Entry, agenda: Agenda, experience: Experience, options: SearchOptions) -> bool:

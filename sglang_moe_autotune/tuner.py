@@ -223,7 +223,7 @@ class Tuner:
         return looks.worth_another(entry, self._agenda, self.experience(entry.shape), self.options.search)
 
     def _worth_consolidating(self, entry: Entry) -> bool:
-        return looks.worth_consolidating(entry, self._agenda, self.experience(entry.shape))
+        return looks.to_give_up(entry, self._agenda, self.experience(entry.shape)) is not None
 
     def _run(self, entry: Entry) -> Iterator[Step]:
         if reason := out_of_range(entry.shape, entry.M):
