@@ -37,7 +37,7 @@ class Entry:
     """What is kept of one (shape, M)."""
 
     __slots__ = (
-        *("M", "barren", "baseline", "consolidated", "earlier_s", "faults", "finished", "gpu_s", "inherited", "long"),
+        *("M", "barren", "baseline", "earlier_s", "faults", "finished", "firm", "gpu_s", "inherited", "long"),
         *("looks", "record", "shape", "state"),
     )
 
@@ -47,8 +47,8 @@ class Entry:
         self.faults = 0
         self.inherited = False
         """was its first answer found by an earlier process?"""
-        self.finished = self.consolidated = False
-        """did an earlier process search it to its end? Was it asked already to be served with winners of other M?"""
+        self.finished = self.firm = False
+        """did an earlier process search it to its end? Was it found that winners of other M do not do as well here?"""
         self.long = False
         """its launches are longer than a slice: for deep idle"""
         self.gpu_s = self.earlier_s = 0.0
@@ -100,8 +100,8 @@ class Agenda:
         if self._holds(key, baseline):
             stored = self.stored[key]
             looks = stored.evidence.looks
-            entry.finished, entry.consolidated = looks >= FINISHED_LOOKS, stored.evidence.consolidated
-            through = entry.finished and (entry.consolidated or stored.verdict == "baseline" or self.sharing > 1)
+            entry.finished, entry.firm = looks >= FINISHED_LOOKS, stored.evidence.firm
+            through = entry.finished and (entry.firm or stored.verdict == "baseline" or self.sharing > 1)
             if stored.source == "pinned" or looks == 0 or through:
                 return
             entry.state, entry.record, entry.looks = "settled", stored, looks
@@ -191,8 +191,8 @@ class Agenda:
         self._rest_until_s = {False: 0.0, True: 0.0}
 
     def next_entry(self, now_s: float, *again: Callable[[Entry], bool], deep_idle: bool) -> Entry | None:
-        """The hottest without an answer; when there is none, a settled one for which the first ``again`` holds; and when
-        there is none, one for which the next does."""
+        """The hottest without an answer; when there is none, a settled one for which the first ``again`` holds; when
+        there is none of these, one for which the next does."""
         found = [e for e in self._in_state("queued") if self._ripe(e, now_s, deep_idle=deep_idle)]
         if found:
             return min(found, key=self._order)

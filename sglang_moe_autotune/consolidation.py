@@ -1,9 +1,9 @@
 """Consolidation: few distinct winners serve all M of a shape. Which one is given up next, and for what. Pure.
 
 Each winner is a binary that every start loads and the disk cache keeps. Where a shape has more than it should, one that
-few M use makes way: each of its M is asked once, after all searches, whether a pair of other winners does as well there.
-Such a pair may be slower than the one it replaces by a stated tolerance and no more, and together with what is known of
-that one it must still be faster than SGLang's own answer, as any row.
+few M use makes way: after all searches each of its M is asked whether a pair of other winners does as well there. Such
+a pair may be slower than the one it replaces by a stated tolerance and no more, and together with what is known of that
+one it must still be faster than SGLang's own answer, as any row. An M that refuses is not asked again: so it ends.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
 MOST_WINNERS: Final = 12
 """configs of a shape with which all its M are served, as far as that costs little"""
-TOLERANCE: Final = 0.005
-"""what an M may lose, as a fraction of its pair's time: less is no reason for a further search either"""
+TOLERANCE: Final = 0.0075
+"""what an M may lose, as a fraction of its pair's time: less than the least gain for which a row is made"""
 MOST_LOST: Final = 0.02
 """what it may lose at most, by the error rate of the test: few samples bound a loss no better"""
 
@@ -48,28 +48,38 @@ class Turn(NamedTuple):
     """the one of its configs that it shall do without"""
 
 
+def weigh(entry: Entry, experience: Experience) -> None:
+    """Note what this M would lose without either of its configs, for ``next_turn``: 0.1 ms, so that the
+    M are weighed one after the other."""
+    winners = experience.winners()
+    if len(winners) > MOST_WINNERS and may_be_asked(entry):
+        pair = experience.chosen[entry.M]
+        experience.losses[entry.M] = {c: loss(experience, entry.M, winners - {c}) for c in (pair.up, pair.down)}
+
+
 def next_turn(experience: Experience, entries: Iterable[Entry]) -> Turn | None:
     """Of the winners that could be missed at all M that use them, the one that the fewest use; and of those M the one
-    that would lose most, so that a refusal comes before anything was moved in vain. entries: that may be asked now.
-    None where there are few winners, or none can be missed."""
-    users: dict[KernelConfig, set[int]] = {}
+    that would lose most, so that a refusal comes before anything was moved in vain. entries: of this shape, that may be
+    begun. None where there are few winners, or none can be missed."""
+    users: dict[KernelConfig, dict[int, float]] = {}
+    free = {entry.M for entry in entries if may_be_asked(entry)}
     for M, pair in experience.chosen.items():  # noqa: N806
+        losses = experience.losses.get(M, {}) if M in free else {}
         for config in (pair.up, pair.down):
-            users.setdefault(config, set()).add(M)
+            users.setdefault(config, {})[M] = losses.get(config, math.inf)
     if len(users) <= MOST_WINNERS:
         return None
-    free = {entry.M for entry in entries if may_be_asked(entry)}
-    movable = [config for config, ms in users.items() if ms <= free]
-    for config in sorted(movable, key=lambda c: (len(users[c]), min(users[c]), str(c))):
-        losses = {M: loss(experience, M, users.keys() - {config}) for M in sorted(users[config])}
-        if max(losses.values()) <= TOLERANCE:
-            return Turn(max(losses, key=losses.__getitem__), config)
-    return None
+    missed = [config for config, losses in users.items() if max(losses.values()) <= TOLERANCE]
+    if not missed:
+        return None
+    config = min(missed, key=lambda c: (len(users[c]), min(users[c]), str(c)))
+    losses = users[config]
+    return Turn(max(losses, key=losses.__getitem__), config)
 
 
 def may_be_asked(entry: Entry) -> bool:
-    """Has it a row of its own that is faster, and was it not asked before?"""
-    if entry.consolidated or (record := entry.record) is None or record.verdict != "faster":
+    """Has it a row of its own that is faster, and has it refused nothing yet?"""
+    if entry.firm or (record := entry.record) is None or record.verdict != "faster":
         return False
     return record.source != "pinned" and max(record.evidence.gain, record.evidence.gain_low) < 1
 

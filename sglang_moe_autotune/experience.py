@@ -47,6 +47,8 @@ class Experience:
         self.failed: dict[Trial, str] = {}
         self.chosen: dict[int, ConfigPair] = {}
         """by M what is served there, the baseline included"""
+        self.losses: dict[int, dict[KernelConfig, float]] = {}
+        """by M what it would lose without each of its configs, when it was last weighed"""
         self._lags: dict[int, dict[KernelConfig, float]] = {}
         """by M, for those whose search ended, here or elsewhere, what each config lagged or could be thought to"""
         self._known: set[KernelConfig] = set()

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import msgspec
 
-from sglang_moe_autotune import looks
+from sglang_moe_autotune import consolidation, looks
 from sglang_moe_autotune.agenda import FINISHED_LOOKS, Agenda, Deferral, Entry, Key
 from sglang_moe_autotune.bench import Declined
 from sglang_moe_autotune.experience import Experience, Trial
@@ -189,7 +189,7 @@ class Tuner:
             now_s = self._clock()
             if self._agenda.resting(now_s, deep_idle=deep_idle):
                 return False
-            again = self._worth_another_look, self._worth_consolidating
+            again = self._worth_another_look, self._weigh, self._worth_consolidating
             self._current = self._agenda.next_entry(now_s, *again, deep_idle=deep_idle)
             if self._current is not None:
                 self._steps = self._run(self._current)
@@ -221,6 +221,10 @@ class Tuner:
 
     def _worth_another_look(self, entry: Entry) -> bool:
         return looks.worth_another(entry, self._agenda, self.experience(entry.shape), self.options.search)
+
+    def _weigh(self, entry: Entry) -> bool:
+        consolidation.weigh(entry, self.experience(entry.shape))
+        return False
 
     def _worth_consolidating(self, entry: Entry) -> bool:
         return looks.to_give_up(entry, self._agenda, self.experience(entry.shape)) is not None
@@ -265,14 +269,14 @@ class Tuner:
                     self._agenda.note_long(entry)
             yield progress
         entry.looks += look.only is None
-        entry.consolidated = entry.consolidated or look.only is not None
         self._account()
         if job.outcome is None:
             return
         found = job.outcome.pair != look.baseline
+        entry.firm = look.only is not None and not found
         if second_look and look.allowance:
             entry.barren = 0 if found else entry.barren + 1
-        if found or not second_look or entry.looks == FINISHED_LOOKS or look.only is not None:
+        if found or not second_look or entry.looks == FINISHED_LOOKS or entry.firm:
             self._settle(entry, experience, job.outcome)
         if self._tell is not None:
             self._tell(entry.shape, entry.M, self._tried(entry, experience, job.outcome.pair))
@@ -295,7 +299,7 @@ class Tuner:
         """Hand the record to the sink; only then is the M done, so that a failing sink loses nothing."""
         before = entry.record.evidence if entry.record else None
         evidence = outcome.evidence(entry.earlier_s + entry.gpu_s, before)
-        evidence = msgspec.structs.replace(evidence, looks=entry.looks, consolidated=entry.consolidated)
+        evidence = msgspec.structs.replace(evidence, looks=entry.looks, firm=entry.firm)
         if before is None and (stored := self._agenda.stored.get(entry.key)) is not None:
             # The store keeps of two records the one with more samples, and the stored one's baseline is outdated.
             evidence = msgspec.structs.replace(evidence, samples=evidence.samples + stored.evidence.samples)
