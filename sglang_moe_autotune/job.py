@@ -149,7 +149,7 @@ class Job:
             raise Declined(f"none of its candidates could be measured; {self._why}")
         self.outcome = Outcome(self.baseline, _NO_GAIN, search.baseline_us, 0, search.measured)
         for pair, relative in search.ranked(self._options.pairs):
-            if pair == self.baseline or relative > 1 - min(self._options.min_gain, self._options.min_gain / 2):
+            if pair == self.baseline or relative > 1 - self._options.min_gain:
                 break  # a test of what does not even look faster would cost most of all and end in a tie
             if (yield from self._judge(pair, search)):
                 break
