@@ -116,6 +116,7 @@ class Agenda:
         entry = self.entries.get(key)
         if entry is not None and entry.record is not None and record.source != "imported":
             before, entry.record = entry.record, record  # found here, and decided elsewhere
+            entry.firm = record.evidence.firm
             return before.pair != record.pair
         if entry is None or entry.state != "queued" or not self._holds(key, entry.baseline):
             return False

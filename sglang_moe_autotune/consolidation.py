@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from sglang_moe_autotune.records import Evidence
     from sglang_moe_autotune.shapes import KernelConfig
 
-MOST_WINNERS: Final = 12
-"""configs of a shape with which all its M are served, as far as that costs little"""
 TOLERANCE: Final = 0.0075
 """what an M may lose, as a fraction of its pair's time: less than the least gain for which a row is made"""
 MOST_LOST: Final = 0.02
@@ -48,33 +46,33 @@ class Turn(NamedTuple):
     """the one of its configs that it shall do without"""
 
 
-def weigh(entry: Entry, experience: Experience) -> None:
+def weigh(entry: Entry, experience: Experience, most: int) -> None:
     """Note what this M would lose without either of its configs, for ``next_turn``: 0.1 ms, so that the
-    M are weighed one after the other."""
+    M are weighed one after the other. most: winners that a shape may have."""
     winners = experience.winners()
-    if len(winners) > MOST_WINNERS and may_be_asked(entry):
+    if len(winners) > most and may_be_asked(entry):
         pair = experience.chosen[entry.M]
         experience.losses[entry.M] = {c: loss(experience, entry.M, winners - {c}) for c in (pair.up, pair.down)}
 
 
-def next_turn(experience: Experience, entries: Iterable[Entry]) -> Turn | None:
+def next_turn(experience: Experience, entries: Iterable[Entry], most: int) -> Turn | None:
     """Of the winners that could be missed at all M that use them, the one that the fewest use; and of those M the one
     that would lose most, so that a refusal comes before anything was moved in vain. entries: of this shape, that may be
-    begun. None where there are few winners, or none can be missed."""
+    begun. None where there are no more winners than ``most``, or none can be missed."""
     users: dict[KernelConfig, dict[int, float]] = {}
     free = {entry.M for entry in entries if may_be_asked(entry)}
     for M, pair in experience.chosen.items():  # noqa: N806
         losses = experience.losses.get(M, {}) if M in free else {}
         for config in (pair.up, pair.down):
             users.setdefault(config, {})[M] = losses.get(config, math.inf)
-    if len(users) <= MOST_WINNERS:
+    if len(users) <= most:
         return None
     missed = [config for config, losses in users.items() if max(losses.values()) <= TOLERANCE]
     if not missed:
         return None
     config = min(missed, key=lambda c: (len(users[c]), min(users[c]), str(c)))
-    losses = users[config]
-    return Turn(max(losses, key=losses.__getitem__), config)
+    its_m = users[config]
+    return Turn(max(its_m, key=its_m.__getitem__), config)
 
 
 def may_be_asked(entry: Entry) -> bool:

@@ -50,7 +50,7 @@ def plan(
     peers = agenda.peers(entry)
     final_s = min(options.final_s, options.finals_s / len(peers))
     if entry.state == "settled" and entry.record is not None and not worth_another(entry, agenda, experience, options):
-        if (given_up := to_give_up(entry, agenda, experience)) is None:
+        if (given_up := to_give_up(entry, agenda, experience, options)) is None:
             return None
         bar = consolidation.bar(entry.record.evidence, min_gain)
         return Look(experience.chosen[entry.M], bar, final_s, only=experience.winners() - {given_up})
@@ -59,12 +59,14 @@ def plan(
     return Look(present, Bar(min_gain if present == entry.baseline else min_gain / 2), final_s, new)
 
 
-def to_give_up(entry: Entry, agenda: Agenda, experience: Experience) -> KernelConfig | None:
+def to_give_up(
+    entry: Entry, agenda: Agenda, experience: Experience, options: SearchOptions
+) -> KernelConfig | None:
     """The winner that this M shall be asked to do without now. None where several processes share the searches: all of
     them decide each row there, as faster than the one before."""
     if agenda.sharing > 1 or not consolidation.may_be_asked(entry):
         return None
-    turn = consolidation.next_turn(experience, agenda.of(entry.shape))
+    turn = consolidation.next_turn(experience, agenda.of(entry.shape), options.most_winners)
     return turn.given_up if turn is not None and entry.M == turn.M else None
 
 

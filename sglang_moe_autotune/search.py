@@ -41,7 +41,7 @@ class SearchOptions(msgspec.Struct, frozen=True):
     """searches of an M at most"""
     patience: int = 2
     """rounds of neighbours without progress after which a search ends, and searches of an M after which it has all"""
-    progress: float = 0.003
+    progress: float = 0.001
     """what counts as progress, as a fraction of the best pair's time"""
     leaders: int = 3
     """configs of a GEMM whose neighbours are tried in a round"""
@@ -52,13 +52,15 @@ class SearchOptions(msgspec.Struct, frozen=True):
     """trials of a GEMM in each final stage"""
     final_s: float = 0.15
     """about what the launches of a final stage may take; long launches then get fewer samples"""
-    finals_s: float = 5.0
+    finals_s: float = 3.5
     """and of all M of a shape together: many M learn from each other"""
     cut_sigmas: float = 2.0
     seed: int = 0
     """the order in which equals are tried"""
     tie: float = 0.002
     """a config that no other M uses must be better than one in use by this fraction of its time"""
+    most_winners: int = 12
+    """configs with which all M of a shape are served, as far as that costs little: see ``consolidation``"""
     few_winners: int = 4
     """with each config in use beyond these the tie grows by half"""
 

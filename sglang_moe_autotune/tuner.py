@@ -223,11 +223,12 @@ class Tuner:
         return looks.worth_another(entry, self._agenda, self.experience(entry.shape), self.options.search)
 
     def _weigh(self, entry: Entry) -> bool:
-        consolidation.weigh(entry, self.experience(entry.shape))
+        consolidation.weigh(entry, self.experience(entry.shape), self.options.search.most_winners)
         return False
 
     def _worth_consolidating(self, entry: Entry) -> bool:
-        return looks.to_give_up(entry, self._agenda, self.experience(entry.shape)) is not None
+        experience = self.experience(entry.shape)
+        return looks.to_give_up(entry, self._agenda, experience, self.options.search) is not None
 
     def _run(self, entry: Entry) -> Iterator[Step]:
         if reason := out_of_range(entry.shape, entry.M):

@@ -371,6 +371,35 @@ def test_a_second_look_finds_what_other_m_found_and_adds_up_the_gains() -> None:
         assert record.evidence.gain == pytest.approx(truth, abs=0.02)
 
 
+def test_what_a_pair_leaves_as_it_was_is_neither_compared_nor_timed_again() -> None:
+    bed = Bed(options=TunerOptions()).add(512, 12, 24, 3)
+    found: list[tuple[set[str], set[str]]] = []
+    seen: dict[str, set[str]] = {"deciding": set(), "confirming": set()}
+
+    def measured(gemm: str, *_: object) -> None:
+        if (phase := bed.tuner.snapshot().phase) in seen:
+            seen[phase].add(gemm)
+
+    def adopted(pair: ConfigPair) -> None:
+        found.append((set(pair.unlike(bed.tuner.experience(SHAPE).reference[current()])), set.union(*seen.values())))
+
+    def current() -> int:
+        key = bed.tuner.snapshot().current
+        assert key is not None
+        return key[1]
+
+    def opened(_: int) -> None:
+        for gemms in seen.values():
+            gemms.clear()
+
+    bed.provider.answers |= {"measure": measured, "adopt": adopted, "open": opened}
+    bed.finish()
+    assert {"up", "down"} in [changed for changed, _ in found]
+    assert any(len(changed) == 1 for changed, _ in found)
+    for changed, launched in found:
+        assert launched == changed
+
+
 # -- trouble -----------------------------------------------------------------------------------------------------------
 
 
