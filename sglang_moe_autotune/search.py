@@ -250,7 +250,7 @@ class Search:
         field = dict.fromkeys(
             c for m in nearest[:8] if (p := self.experience.chosen.get(m)) for c in (p.up, p.down) if self._may_try(c)
         )
-        known = {trial.config for trial in self._rows}
+        known = dict.fromkeys(trial.config for trial in self._rows)  # a set's order is another one in each process
         field |= dict.fromkeys(c for c in self.experience.promising(self.M) if self._may_try(c))
         field |= dict.fromkeys(c for c in known if c in self.experience.ordered and self._may_try(c))
         new = [c for c in self._promise if c not in field and c not in self.experience.ordered and self._may_try(c)]
