@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from sglang_moe_autotune.records import Evidence
     from sglang_moe_autotune.shapes import KernelConfig
 
-TOLERANCE: Final = 0.0075
-"""what an M may lose, as a fraction of its pair's time: less than the least gain for which a row is made"""
+TOLERANCE: Final = 0.01
+"""what an M may lose, as a fraction of its pair's time: the least gain for which a row is made"""
 MOST_LOST: Final = 0.02
 """what it may lose at most, by the error rate of the test: few samples bound a loss no better"""
 

@@ -24,7 +24,7 @@ Outcome = Literal["undecided", "faster", "tie"]
 LOOKS: Final = (12, 24, 48, 96, 192)
 """Counts of samples at which the test may end."""
 
-_HOPE: Final = 0.5
+_HOPE: Final = 0.75
 """how far above its estimate a gain may lie, in units of the distance to its lower bound"""
 
 

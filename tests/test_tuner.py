@@ -174,7 +174,8 @@ def test_a_step_makes_at_most_one_bench_call() -> None:
 def test_a_step_without_work_is_a_few_lines() -> None:
     bed = Bed().add(3)
     bed.finish()
-    bed.tuner.step(deep_idle=False)
+    while bed.tuner.step(deep_idle=False) != "nothing":
+        pass
     for deep in (False, True):
         assert effort.lines(lambda deep=deep: bed.tuner.step(deep_idle=deep)) < 20  # type: ignore[misc]
 
