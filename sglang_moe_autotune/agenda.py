@@ -37,8 +37,8 @@ class Entry:
     """What is kept of one (shape, M)."""
 
     __slots__ = (
-        *("M", "barren", "baseline", "earlier_s", "faults", "gpu_s", "inherited", "long", "looks", "record", "shape"),
-        "state",
+        *("M", "barren", "baseline", "earlier_s", "faults", "finished", "firm", "gpu_s", "inherited", "long"),
+        *("looks", "record", "shape", "state"),
     )
 
     def __init__(self, shape: MoeShape, M: int, baseline: ConfigPair) -> None:  # noqa: N803
@@ -47,6 +47,8 @@ class Entry:
         self.faults = 0
         self.inherited = False
         """was its first answer found by an earlier process?"""
+        self.finished = self.firm = False
+        """did an earlier process search it to its end? Was it found that winners of other M do not do as well here?"""
         self.long = False
         """its launches are longer than a slice: for deep idle"""
         self.gpu_s = self.earlier_s = 0.0
@@ -90,7 +92,7 @@ class Agenda:
 
     def add(self, shape: MoeShape, M: int, baseline: ConfigPair) -> None:  # noqa: N803
         """Queue an M, unless it is known here, closed, or a stored record holds against the same baseline; where that
-        one is of a first look, the second one is still to come."""
+        one is of a first look, the second one is still to come, and its consolidation where it had none."""
         key = (shape, M)
         if key in self.entries or key in self._closed:
             return
@@ -98,7 +100,9 @@ class Agenda:
         if self._holds(key, baseline):
             stored = self.stored[key]
             looks = stored.evidence.looks
-            if stored.source == "pinned" or not 0 < looks < FINISHED_LOOKS:
+            entry.finished, entry.firm = looks >= FINISHED_LOOKS, stored.evidence.firm
+            through = entry.finished and (entry.firm or stored.verdict == "baseline" or self.sharing > 1)
+            if stored.source == "pinned" or looks == 0 or through:
                 return
             entry.state, entry.record, entry.looks = "settled", stored, looks
             entry.earlier_s, entry.inherited = stored.evidence.gpu_s, True
@@ -112,6 +116,7 @@ class Agenda:
         entry = self.entries.get(key)
         if entry is not None and entry.record is not None and record.source != "imported":
             before, entry.record = entry.record, record  # found here, and decided elsewhere
+            entry.firm = record.evidence.firm
             return before.pair != record.pair
         if entry is None or entry.state != "queued" or not self._holds(key, entry.baseline):
             return False
@@ -151,8 +156,14 @@ class Agenda:
         return [
             e
             for e in self.entries.values()
-            if e is entry or (e.shape == entry.shape and e.key not in self.deferred and e.long <= entry.long)
+            if e is entry
+            or (e.shape == entry.shape and e.key not in self.deferred and e.long <= entry.long and not e.finished)
         ]
+
+    def of(self, shape: MoeShape) -> list[Entry]:
+        """The M of a shape that may be begun, now or in deeper idle."""
+        mine = (entry for entry in self.entries.values() if entry.shape == shape and entry.key not in self.deferred)
+        return [entry for entry in mine if self.admits(entry)]
 
     def queued(self) -> list[Entry]:
         """What has no answer yet, the hottest first, equals in the order of arrival."""
@@ -180,20 +191,22 @@ class Agenda:
     def wake(self) -> None:
         self._rest_until_s = {False: 0.0, True: 0.0}
 
-    def next_entry(self, now_s: float, again: Callable[[Entry], bool], *, deep_idle: bool) -> Entry | None:
-        """The hottest without an answer; when there is none, a settled one for which ``again`` holds."""
+    def next_entry(self, now_s: float, *again: Callable[[Entry], bool], deep_idle: bool) -> Entry | None:
+        """The hottest without an answer; when there is none, a settled one for which the first ``again`` holds; when
+        there is none of these, one for which the next does."""
         found = [e for e in self._in_state("queued") if self._ripe(e, now_s, deep_idle=deep_idle)]
         if found:
             return min(found, key=self._order)
         if all(self._holds_up_nobody(e, deep_idle=deep_idle) for e in self._in_state("queued")):
             settled = [e for e in self._in_state("settled") if self._ripe(e, now_s, deep_idle=deep_idle)]
             settled.sort(key=self._order)
-            few = settled[self._asked : self._asked + _ASKED_AT_ONCE]
-            if (first := next((e for e in few if again(e)), None)) is not None:
+            asked = [(rule, entry) for rule in again for entry in settled]
+            few = asked[self._asked : self._asked + _ASKED_AT_ONCE]
+            if (first := next((e for rule, e in few if rule(e)), None)) is not None:
                 self._asked = 0
                 return first
             self._asked += _ASKED_AT_ONCE
-            if self._asked < len(settled):
+            if self._asked < len(asked):
                 return None  # ``again`` compares with all other M: the rest is asked in later passes
             self._asked = 0
         times = (d.retry_at_s for key, d in self.deferred.items() if deep_idle or not self.entries[key].long)

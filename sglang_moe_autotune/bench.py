@@ -62,8 +62,8 @@ class Bench(Protocol):
         or was dirty. The config must be ready."""
 
     def compare(self, pair: ConfigPair, case: int) -> Comparison | None:
-        """One step of comparing the outputs in routing case 0, 1, ... ``compare_cases`` - 1; None while
-        this case needs more slices."""
+        """One step of comparing the outputs in routing case 0, 1, ... ``compare_cases`` - 1, of each GEMM whose
+        config is not the baseline's; None while this case needs more slices."""
 
     @property
     def compare_cases(self) -> int: ...

@@ -24,6 +24,9 @@ Outcome = Literal["undecided", "faster", "tie"]
 LOOKS: Final = (12, 24, 48, 96, 192)
 """Counts of samples at which the test may end."""
 
+_HOPE: Final = 0.75
+"""how far above its estimate a gain may lie, in units of the distance to its lower bound"""
+
 
 class Estimate(NamedTuple):
     """The gain 1 - candidate/baseline with its bounds, as fractions."""
@@ -36,9 +39,10 @@ class Estimate(NamedTuple):
 class PairedTest:
     """Feed it samples of both GEMMs; read ``outcome``. For a confirmation start a second one from nothing."""
 
-    def __init__(self, min_gain: float, error_rate: float = 0.005) -> None:
-        """min_gain, error_rate: fractions; the rate is of saying ``faster`` of a pair that is not."""
-        self._min_gain = min_gain
+    def __init__(self, min_gain: float, error_rate: float = 0.005, floor: float = 0.0) -> None:
+        """min_gain, error_rate, floor: fractions; the rate is of saying ``faster`` of a pair whose gain is below the
+        floor. A floor below zero, and a least gain below zero, allow a loss."""
+        self._min_gain, self._floor = min_gain, floor
         self._error_per_look = error_rate / len(LOOKS)
         self._up: list[Sample] = []
         self._down: list[Sample] = []
@@ -81,10 +85,17 @@ class PairedTest:
         gain, low, high = (1 - math.exp(log) for log in (median(logs), logs[-1 - trimmed], logs[trimmed]))
         self.estimate = Estimate(gain, low, high)
         self._looked += 1
-        if low > 0 and gain >= self._min_gain:
+        if low > self._floor and gain >= self._min_gain:
             self.outcome = "faster"
-        elif high < self._min_gain or self._looked == len(LOOKS):
+        elif high < self._min_gain or self._looked == len(LOOKS) or self._is_futile(count):
             self.outcome = "tie"
+
+    def _is_futile(self, count: int) -> bool:
+        """Could the last look say ``faster`` only if the gain were well above what it seems? Giving up says ``tie``, so
+        the error rate is not touched."""
+        gain, low, _ = self.estimate
+        needed = max(self._min_gain, self._floor + (gain - low) * math.sqrt(count / LOOKS[-1]))
+        return gain + _HOPE * (gain - low) < needed
 
     def _both(self) -> list[tuple[Sample, Sample]]:
         return list(zip(self._up, self._down, strict=False))

@@ -47,6 +47,8 @@ class Experience:
         self.failed: dict[Trial, str] = {}
         self.chosen: dict[int, ConfigPair] = {}
         """by M what is served there, the baseline included"""
+        self.losses: dict[int, dict[KernelConfig, float]] = {}
+        """by M what it would lose without each of its configs, when it was last weighed"""
         self._lags: dict[int, dict[KernelConfig, float]] = {}
         """by M, for those whose search ended, here or elsewhere, what each config lagged or could be thought to"""
         self._known: set[KernelConfig] = set()
@@ -96,8 +98,8 @@ class Experience:
         self.ordered |= dict.fromkeys(config for config in lags if config in self.space)
         self.conclude(M, {**lags, **(self._lags.get(M, {}) if self.measured.get(M) else {})})
 
-    def winners(self, but: int) -> frozenset[KernelConfig]:
-        """Configs that some other M is served with."""
+    def winners(self, but: int | None = None) -> frozenset[KernelConfig]:
+        """Configs that some M, or some other one, is served with."""
         return frozenset(c for m, pair in self.chosen.items() if m != but for c in (pair.up, pair.down))
 
     def conclude(self, M: int, lags: dict[KernelConfig, float]) -> None:  # noqa: N803

@@ -41,7 +41,7 @@ class Harvest:
         if record.verdict != "faster":
             self._take_back(record)
             return
-        if held is not None and held.evidence.gain == record.evidence.gain:
+        if held is not None and (held.pair, held.evidence.gain) == (record.pair, record.evidence.gain):
             return  # a further look found nothing better than what is served
         if self._mode != "restart":
             self._lookup.publish([row := (call_key(record.shape), record.M, record.pair)])

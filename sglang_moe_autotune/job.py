@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Final, Literal
 
 import msgspec
 
-from sglang_moe_autotune.bench import Declined
-from sglang_moe_autotune.decision import Estimate, PairedTest
+from sglang_moe_autotune.bench import Declined, Sample
+from sglang_moe_autotune.decision import LOOKS, Estimate, PairedTest
 from sglang_moe_autotune.records import Evidence
 from sglang_moe_autotune.search import Search, SearchOptions
-from sglang_moe_autotune.shapes import GEMMS, ConfigPair, MoeShape
+from sglang_moe_autotune.shapes import GEMMS, ConfigPair, KernelConfig, MoeShape
 
 if TYPE_CHECKING:
     from sglang_moe_autotune.bench import Bench, Comparison
@@ -43,6 +43,8 @@ class JobOptions(msgspec.Struct, frozen=True):
     """of up + down, as a fraction; less is a tie"""
     error_rate: float = 0.005
     """of each of the two tests"""
+    floor: float = 0.0
+    """what the lower bound of the gain must be above"""
     pairs: int = 3
     """tried in turn where outputs disagree or adoption fails"""
     compile_wait_s: float = 600.0
@@ -108,7 +110,9 @@ class Job:
         *,
         allowance: int,
         quick: bool = False,
+        only: frozenset[KernelConfig] | None = None,
     ) -> None:
+        """allowance, quick, only: as of a ``Search``."""
         self.shape, self.M, self.baseline = shape, M, baseline
         self.phase: Phase = "preparing"
         self.prepared = False
@@ -117,7 +121,7 @@ class Job:
         """pairs that were faster and were not taken, with the reason"""
         self._bench, self._experience, self._prior = bench, experience, prior
         self._options, self._clock = options, clock
-        self._allowance, self._quick = allowance, quick
+        self._allowance, self._quick, self._only = allowance, quick, only
         self._tried, self._why = False, ""
 
     def steps(self) -> Steps:
@@ -137,6 +141,7 @@ class Job:
             self._options.search,
             allowance=self._allowance,
             quick=self._quick,
+            only=self._only,
         )
         self.phase = "searching"
         yield from self._race(search)
@@ -144,9 +149,9 @@ class Job:
             raise Declined(f"none of its candidates could be measured; {self._why}")
         self.outcome = Outcome(self.baseline, _NO_GAIN, search.baseline_us, 0, search.measured)
         for pair, relative in search.ranked(self._options.pairs):
-            if pair == self.baseline or relative > 1 - self._options.min_gain / 2:
+            if pair == self.baseline or relative > 1 - self._options.min_gain:
                 break  # a test of what does not even look faster would cost most of all and end in a tie
-            if (yield from self._judge(pair, search.measured)):
+            if (yield from self._judge(pair, search)):
                 break
 
     # -- measuring -------------------------------------------------------------------------------------------------
@@ -215,10 +220,10 @@ class Job:
 
     # -- judging ---------------------------------------------------------------------------------------------------
 
-    def _judge(self, pair: ConfigPair, measured: int) -> Generator[Progress, None, bool]:
+    def _judge(self, pair: ConfigPair, search: Search) -> Generator[Progress, None, bool]:
         """Put one pair through all tests; True when the job is over with it, False when the next may try."""
-        self.phase = "deciding"
-        first = yield from self._test(pair)
+        self.phase, measured = "deciding", search.measured
+        first = yield from self._test(pair, search)
         if first.outcome != "faster":
             self._note_tie(first, measured)
             return True
@@ -234,7 +239,7 @@ class Job:
             if worst is None or comparison.error > worst.error:
                 worst = comparison
         self.phase = "confirming"
-        second = yield from self._test(pair)
+        second = yield from self._test(pair, search)
         if second.outcome != "faster":
             self._note_tie(second, measured)
             return True
@@ -251,9 +256,13 @@ class Job:
         self.outcome = Outcome(pair, second.estimate, second.baseline_us, samples, measured, worst)
         return True
 
-    def _test(self, pair: ConfigPair) -> Generator[Progress, None, PairedTest]:
-        """A paired test from nothing, the two GEMMs measured in alternate slices."""
-        test = PairedTest(self._options.min_gain, self._options.error_rate)
+    def _test(self, pair: ConfigPair, search: Search) -> Generator[Progress, None, PairedTest]:
+        """A paired test from nothing, the two GEMMs measured in alternate slices. A GEMM that the pair leaves as it is
+        takes as long as it does: it is not launched again, and its noise blurs nothing."""
+        test = PairedTest(self._options.min_gain, self._options.error_rate, self._options.floor)
+        for gemm in GEMMS:
+            if gemm not in pair.unlike(self.baseline) and (us := search.reference_us(gemm)):
+                test.add(**{gemm: [Sample(us, us)] * LOOKS[-1]})
         dirty = 0
         while test.outcome == "undecided" and dirty < _DIRTY_LIMIT:
             for gemm, count in zip(GEMMS, test.wanted, strict=True):

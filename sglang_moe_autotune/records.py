@@ -54,6 +54,8 @@ class Evidence(msgspec.Struct, frozen=True, gc=False):
     tolerance: float | None = None
     looks: int = 0
     """searches that this M had: after less than three a restarted server goes on with the next; 0: not said"""
+    firm: bool = False
+    """was it found, after all searches of the shape, that winners of other M do not do as well here?"""
 
 
 class Record(msgspec.Struct, frozen=True, gc=False):

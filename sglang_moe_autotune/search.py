@@ -41,7 +41,7 @@ class SearchOptions(msgspec.Struct, frozen=True):
     """searches of an M at most"""
     patience: int = 2
     """rounds of neighbours without progress after which a search ends, and searches of an M after which it has all"""
-    progress: float = 0.003
+    progress: float = 0.001
     """what counts as progress, as a fraction of the best pair's time"""
     leaders: int = 3
     """configs of a GEMM whose neighbours are tried in a round"""
@@ -52,11 +52,15 @@ class SearchOptions(msgspec.Struct, frozen=True):
     """trials of a GEMM in each final stage"""
     final_s: float = 0.15
     """about what the launches of a final stage may take; long launches then get fewer samples"""
+    finals_s: float = 3.5
+    """and of all M of a shape together: many M learn from each other"""
     cut_sigmas: float = 2.0
     seed: int = 0
     """the order in which equals are tried"""
     tie: float = 0.002
     """a config that no other M uses must be better than one in use by this fraction of its time"""
+    most_winners: int = 12
+    """configs with which all M of a shape are served, as far as that costs little: see ``consolidation``"""
     few_winners: int = 4
     """with each config in use beyond these the tie grows by half"""
 
@@ -86,9 +90,10 @@ class Search:
         *,
         allowance: int,
         quick: bool = False,
+        only: frozenset[KernelConfig] | None = None,
     ) -> None:
         """allowance: new configs that this search may compile. quick: take them from the prior alone, and look at no
-        neighbours."""
+        neighbours. only: race and propose these, as far as they are compiled, and leave the baseline out."""
         self.shape, self.M, self.baseline = shape, M, baseline
         self.experience = experience
         self.options = options or SearchOptions()
@@ -100,7 +105,7 @@ class Search:
         self._race: dict[Trial, None] = {}
         self._target = 0
         self._promise: dict[KernelConfig, int] = {}
-        self._allowance, self._quick = allowance, quick
+        self._allowance, self._quick, self._only = allowance, quick, only
         self._left = max(0, self.options.compiled_per_shape - len(experience.ordered))
         self._compiled = 0
         self._plan = self._stages()
@@ -142,10 +147,10 @@ class Search:
         costs, winners = self._costs(), self.experience.winners(but=self.M)
         tie = self.options.tie * (1 + max(0, len(winners) - self.options.few_winners) / 2)
         by_tile: dict[int, dict[Gemm, list[KernelConfig]]] = {}
-        for trial in sorted(costs, key=costs.__getitem__):
+        for trial in sorted((t for t in costs if self._only is None or t.config in self._only), key=costs.__getitem__):
             by_tile.setdefault(trial.config.BLOCK_SIZE_M, {gemm: [] for gemm in GEMMS})[trial.gemm].append(trial.config)
         free = winners | {self.baseline.up, self.baseline.down}
-        found = [(1.0, Ranked(self.baseline, 1.0))]
+        found = [(1.0, Ranked(self.baseline, 1.0))] if self._only is None else []
         for tile in by_tile.values():
             for up in tile["up"][:5]:
                 for down in tile["down"][:5]:
@@ -164,7 +169,11 @@ class Search:
     @property
     def baseline_us(self) -> float:
         """The baseline's up + down in microseconds; 0 before anything was measured."""
-        return sum(median(us) if us else 0.0 for us in self._baseline_us.values())
+        return sum(map(self.reference_us, GEMMS))
+
+    def reference_us(self, gemm: Gemm) -> float:
+        """Of the baseline's launch of one GEMM, in microseconds; 0 before anything was measured."""
+        return median(us) if (us := self._baseline_us[gemm]) else 0.0
 
     # -- the race --------------------------------------------------------------------------------------------------
 
@@ -235,11 +244,13 @@ class Search:
 
     def _field(self) -> list[KernelConfig]:
         """Who starts: winners of other M, whatever is compiled and not hopeless, then new ones of the prior."""
+        if self._only is not None:
+            return [c for c in self.experience.ordered if c in self._only and self._may_try(c)]
         nearest = self.experience.nearest(self.M)
         field = dict.fromkeys(
             c for m in nearest[:8] if (p := self.experience.chosen.get(m)) for c in (p.up, p.down) if self._may_try(c)
         )
-        known = {trial.config for trial in self._rows}
+        known = dict.fromkeys(trial.config for trial in self._rows)  # a set's order is another one in each process
         field |= dict.fromkeys(c for c in self.experience.promising(self.M) if self._may_try(c))
         field |= dict.fromkeys(c for c in known if c in self.experience.ordered and self._may_try(c))
         new = [c for c in self._promise if c not in field and c not in self.experience.ordered and self._may_try(c)]

@@ -74,6 +74,10 @@ class ConfigPair(msgspec.Struct, frozen=True):
     def of(self, gemm: Gemm) -> KernelConfig:
         return self.up if gemm == "up" else self.down
 
+    def unlike(self, other: ConfigPair) -> tuple[Gemm, ...]:
+        """The GEMMs that the two pairs do not launch alike."""
+        return tuple(gemm for gemm in GEMMS if self.of(gemm) != other.of(gemm))
+
     def __str__(self) -> str:
         return str(self.up) if self.up == self.down else f"{self.up} / {self.down}"
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import msgspec
 
-from sglang_moe_autotune import looks
+from sglang_moe_autotune import consolidation, looks
 from sglang_moe_autotune.agenda import FINISHED_LOOKS, Agenda, Deferral, Entry, Key
 from sglang_moe_autotune.bench import Declined
 from sglang_moe_autotune.experience import Experience, Trial
@@ -189,7 +189,8 @@ class Tuner:
             now_s = self._clock()
             if self._agenda.resting(now_s, deep_idle=deep_idle):
                 return False
-            self._current = self._agenda.next_entry(now_s, self._worth_another_look, deep_idle=deep_idle)
+            again = self._worth_another_look, self._weigh, self._worth_consolidating
+            self._current = self._agenda.next_entry(now_s, *again, deep_idle=deep_idle)
             if self._current is not None:
                 self._steps = self._run(self._current)
         return self._current is not None
@@ -219,19 +220,26 @@ class Tuner:
     # -- jobs ------------------------------------------------------------------------------------------------------
 
     def _worth_another_look(self, entry: Entry) -> bool:
-        going_on = [e for e in self._agenda.peers(entry) if e is entry or self._agenda.admits(e)]
-        return looks.worth_another(entry, going_on, self.experience(entry.shape), self.options.search)
+        return looks.worth_another(entry, self._agenda, self.experience(entry.shape), self.options.search)
+
+    def _weigh(self, entry: Entry) -> bool:
+        consolidation.weigh(entry, self.experience(entry.shape), self.options.search.most_winners)
+        return False
+
+    def _worth_consolidating(self, entry: Entry) -> bool:
+        experience = self.experience(entry.shape)
+        return looks.to_give_up(entry, self._agenda, experience, self.options.search) is not None
 
     def _run(self, entry: Entry) -> Iterator[Step]:
         if reason := out_of_range(entry.shape, entry.M):
             raise Declined(reason)
-        second_look = entry.state == "settled"
+        second_look, search = entry.state == "settled", self.options.search
         experience = self.experience(entry.shape)
         yield "worked"
-        baseline = experience.chosen[entry.M] if second_look else entry.baseline
-        peers, sharing = self._agenda.peers(entry), self._agenda.sharing
-        allowance = looks.allowance(entry, peers, experience, self.options.search, sharing)
-        bench = self._provider.open(entry.shape, entry.M, baseline)
+        look = looks.plan(entry, self._agenda, experience, search, self.options.min_gain)
+        if look is None:
+            return
+        bench = self._provider.open(entry.shape, entry.M, look.baseline)
         if isinstance(bench, str):
             raise Declined(bench)
         self._bench = bench
@@ -239,18 +247,20 @@ class Tuner:
         job = Job(
             entry.shape,
             entry.M,
-            baseline,
+            look.baseline,
             bench,
             experience,
             self._prior,
             JobOptions(
-                self.options.min_gain / 2 if second_look and baseline != entry.baseline else self.options.min_gain,
+                look.bar.min_gain,
                 self.options.error_rate,
-                search=msgspec.structs.replace(self.options.search, seed=self.options.seed),
+                look.bar.floor,
+                search=msgspec.structs.replace(search, seed=self.options.seed, final_s=look.final_s),
             ),
             self._clock,
-            allowance=allowance,
+            allowance=look.allowance,
             quick=entry.looks == 0,
+            only=look.only,
         )
         self._job = job
         for progress in job.steps():
@@ -259,14 +269,15 @@ class Tuner:
                 if bench.launch_us > self.options.slice_us:
                     self._agenda.note_long(entry)
             yield progress
-        entry.looks += 1
+        entry.looks += look.only is None
         self._account()
         if job.outcome is None:
             return
-        found = job.outcome.pair != baseline
-        if second_look and allowance:
+        found = job.outcome.pair != look.baseline
+        entry.firm = look.only is not None and not found
+        if second_look and look.allowance:
             entry.barren = 0 if found else entry.barren + 1
-        if found or not second_look or entry.looks == FINISHED_LOOKS:
+        if found or not second_look or entry.looks == FINISHED_LOOKS or entry.firm:
             self._settle(entry, experience, job.outcome)
         if self._tell is not None:
             self._tell(entry.shape, entry.M, self._tried(entry, experience, job.outcome.pair))
@@ -289,7 +300,7 @@ class Tuner:
         """Hand the record to the sink; only then is the M done, so that a failing sink loses nothing."""
         before = entry.record.evidence if entry.record else None
         evidence = outcome.evidence(entry.earlier_s + entry.gpu_s, before)
-        evidence = msgspec.structs.replace(evidence, looks=entry.looks)
+        evidence = msgspec.structs.replace(evidence, looks=entry.looks, firm=entry.firm)
         if before is None and (stored := self._agenda.stored.get(entry.key)) is not None:
             # The store keeps of two records the one with more samples, and the stored one's baseline is outdated.
             evidence = msgspec.structs.replace(evidence, samples=evidence.samples + stored.evidence.samples)

@@ -326,11 +326,13 @@ def compared(layers: int, bit_equal: bool, fault: str) -> list[object]:
 
     bed = builtins.open_bench(layers, bit_equal=bit_equal)  # type: ignore[attr-defined]
     bench, pair, runs = bed.bench, bed.pair(64), []
+    if fault == "keeps-up":
+        pair = type(pair)(bed.pair(32).up, pair.down)
     while not bench.prepare():
         pass
     for gemm in ("up", "down"):
-        bench.readiness(gemm, pair.up)
-        bench.measure(gemm, pair.up, 4)
+        bench.readiness(gemm, pair.of(gemm))
+        bench.measure(gemm, pair.of(gemm), 4)
 
     def deed(c) -> None:  # type: ignore[no-untyped-def] # its source runs elsewhere
         runs.append(c.shape)
@@ -378,6 +380,13 @@ def test_c19_a_candidate_is_compared_over_all_cases_and_runs(
     elif fault == "racy":
         assert "from run to run" in reason
         assert runs < 2 * COMPARE_RUNS
+
+
+def test_a_gemm_that_the_pair_leaves_as_it_is_is_not_compared_with_itself(scheduler: SchedulerProcess) -> None:
+    scheduler.run(prepare)
+    taken, reason, cases, runs = scheduler.run(compared, 4, False, "keeps-up")
+    assert taken, reason
+    assert (cases, runs) == (COMPARE_CASES, COMPARE_RUNS)
 
 
 def raising(places: list[str]) -> list[object]:

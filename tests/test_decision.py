@@ -33,8 +33,8 @@ def drifting(rng: random.Random, n: int) -> tuple[float, float]:
 NOISES = {"2%": gaussian(2), "5%": gaussian(5), "outliers": with_outliers, "drift": drifting}
 
 
-def run(gain: float, noise: Noise, seed: int, min_gain: float = 0.01) -> PairedTest:
-    rng, test, n = random.Random(seed), PairedTest(min_gain), 0  # noqa: S311 - no secret
+def run(gain: float, noise: Noise, seed: int, min_gain: float = 0.01, floor: float = 0.0) -> PairedTest:
+    rng, test, n = random.Random(seed), PairedTest(min_gain, floor=floor), 0  # noqa: S311 - no secret
     while test.outcome == "undecided":
         pairs: list[list[Sample]] = [[], []]
         for side, (count, us) in enumerate(zip(test.wanted, (300.0, 150.0), strict=True)):
@@ -83,6 +83,28 @@ def test_c29_the_incumbent_stays_until_the_test_is_sure(gain: float, least: int,
         if test.outcome == "faster":
             assert test.estimate.low > 0
             assert test.estimate.gain >= 0.01
+
+
+@pytest.mark.parametrize("noise", NOISES.values(), ids=NOISES)
+def test_a_pair_that_gains_nothing_seldom_costs_the_longest_test(noise: Noise) -> None:
+    tests = [run(0.0, noise, seed) for seed in range(100)]
+    assert {test.outcome for test in tests} <= {"tie", "faster"}
+    assert statistics.fmean(test.samples for test in tests) < 0.7 * LOOKS[-1]  # without giving up 118 to 185 of 192
+
+
+def test_giving_up_early_costs_hardly_any_gain_that_the_longest_test_would_have_found() -> None:
+    tests = [run(0.015, gaussian(2), seed) for seed in range(100)]
+    assert sum(test.outcome == "faster" for test in tests) >= 94
+
+
+def test_a_floor_below_zero_lets_pass_what_is_as_fast_and_nothing_beyond_it() -> None:
+    def outcomes(gain: float) -> int:
+        tests = [run(gain, gaussian(2), seed, min_gain=-0.005, floor=-0.02) for seed in range(100)]
+        assert all(t.estimate.low > -0.02 and t.estimate.gain >= -0.005 for t in tests if t.outcome == "faster")
+        return sum(test.outcome == "faster" for test in tests)
+
+    assert outcomes(0.0) >= 90
+    assert outcomes(-0.02) <= 1
 
 
 def test_the_bounds_hold_the_truth() -> None:

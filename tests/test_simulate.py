@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import random
+import subprocess
+import sys
 from statistics import fmean
 from typing import TYPE_CHECKING
 
@@ -93,6 +95,18 @@ def test_a_seed_gives_one_result() -> None:
     landscape = synthetic.landscape(ms=(8, 512))
     assert simulate(landscape, 3, prior=Prior()) == simulate(landscape, 3, prior=Prior())
     assert simulate(landscape, 3, prior=Prior())["gpu_s"] != simulate(landscape, 4, prior=Prior())["gpu_s"]
+
+
+def test_a_seed_gives_one_result_in_every_process() -> None:
+    file = next(path for path in shipped() if "e256_n256_k3072" in path.name)
+    code = (
+        "import json, sys; from pathlib import Path; from sglang_moe_autotune.landscape import load;"
+        "from sglang_moe_autotune.prior import Prior; from sglang_moe_autotune.simulate import simulate;"
+        "print(json.dumps(simulate(load(Path(sys.argv[1])), 1, prior=Prior())))"
+    )
+    # Addresses, and with them the hashes of some values, are others in each process.
+    told = {subprocess.check_output([sys.executable, "-c", code, str(file)], timeout=120) for _ in range(3)}
+    assert len(told) == 1
 
 
 def test_the_budget_stops_it_and_untuned_m_keep_the_baseline() -> None:

@@ -174,7 +174,8 @@ def test_a_step_makes_at_most_one_bench_call() -> None:
 def test_a_step_without_work_is_a_few_lines() -> None:
     bed = Bed().add(3)
     bed.finish()
-    bed.tuner.step(deep_idle=False)
+    while bed.tuner.step(deep_idle=False) != "nothing":
+        pass
     for deep in (False, True):
         assert effort.lines(lambda deep=deep: bed.tuner.step(deep_idle=deep)) < 20  # type: ignore[misc]
 
@@ -369,6 +370,35 @@ def test_a_second_look_finds_what_other_m_found_and_adds_up_the_gains() -> None:
         baseline = LANDSCAPE.baselines[record.M]
         truth = 1 - LANDSCAPE.pair_us(record.M, record.pair) / (baseline.up_us + baseline.down_us)
         assert record.evidence.gain == pytest.approx(truth, abs=0.02)
+
+
+def test_what_a_pair_leaves_as_it_was_is_neither_compared_nor_timed_again() -> None:
+    bed = Bed(options=TunerOptions()).add(512, 12, 24, 3)
+    found: list[tuple[set[str], set[str]]] = []
+    seen: dict[str, set[str]] = {"deciding": set(), "confirming": set()}
+
+    def measured(gemm: str, *_: object) -> None:
+        if (phase := bed.tuner.snapshot().phase) in seen:
+            seen[phase].add(gemm)
+
+    def adopted(pair: ConfigPair) -> None:
+        found.append((set(pair.unlike(bed.tuner.experience(SHAPE).reference[current()])), set.union(*seen.values())))
+
+    def current() -> int:
+        key = bed.tuner.snapshot().current
+        assert key is not None
+        return key[1]
+
+    def opened(_: int) -> None:
+        for gemms in seen.values():
+            gemms.clear()
+
+    bed.provider.answers |= {"measure": measured, "adopt": adopted, "open": opened}
+    bed.finish()
+    assert {"up", "down"} in [changed for changed, _ in found]
+    assert any(len(changed) == 1 for changed, _ in found)
+    for changed, launched in found:
+        assert launched == changed
 
 
 # -- trouble -----------------------------------------------------------------------------------------------------------
