@@ -41,7 +41,7 @@ class Harvest:
         if record.verdict != "faster":
             self._take_back(record)
             return
-        if held is not None and held.evidence.gain == record.evidence.gain:
+        if held is not None and (held.pair, held.evidence.gain) == (record.pair, record.evidence.gain):
             return  # a further look found nothing better than what is served
         if self._mode != "restart":
             self._lookup.publish([row := (call_key(record.shape), record.M, record.pair)])
@@ -57,6 +57,9 @@ class Harvest:
         """A further look found SGLang's own config faster than the row that is served."""
         key = call_key(record.shape)
         alone = self.peers is None or self.peers.place.ranks == 1
+        held = self._store.contents.records.get((record.shape, record.M))
+        if held is not None and held.source == "pinned":
+            return
         if alone and self._mode != "restart" and record.M in self._lookup.rows().get(key, {}):
             self._lookup.publish([(key, record.M, None)])
             logger.info(

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import msgspec
 
-from sglang_moe_autotune import looks
+from sglang_moe_autotune import looks, records
 from sglang_moe_autotune.agenda import FINISHED_LOOKS, Agenda, Deferral, Entry, Key
 from sglang_moe_autotune.bench import Declined
 from sglang_moe_autotune.experience import Experience, Trial
@@ -17,7 +17,7 @@ from sglang_moe_autotune.job import Job, JobOptions, Outcome, Phase
 from sglang_moe_autotune.prior import Prior
 from sglang_moe_autotune.records import Record, Source
 from sglang_moe_autotune.search import SearchOptions
-from sglang_moe_autotune.search_space import legal_space, out_of_range
+from sglang_moe_autotune.search_space import filled, legal_space, out_of_range
 from sglang_moe_autotune.shapes import GEMMS
 
 if TYPE_CHECKING:
@@ -290,14 +290,14 @@ class Tuner:
         before = entry.record.evidence if entry.record else None
         evidence = outcome.evidence(entry.earlier_s + entry.gpu_s, before)
         evidence = msgspec.structs.replace(evidence, looks=entry.looks)
-        if before is None and (stored := self._agenda.stored.get(entry.key)) is not None:
-            # The store keeps of two records the one with more samples, and the stored one's baseline is outdated.
-            evidence = msgspec.structs.replace(evidence, samples=evidence.samples + stored.evidence.samples)
+        pair = entry.baseline if _same_launches(outcome.pair, entry.baseline) else outcome.pair
+        if pair == entry.baseline:
+            evidence = evidence.without_gain()  # that of a winner which a further look gave up says nothing of it
         record = Record(
             shape=entry.shape,
             M=entry.M,
-            verdict="baseline" if outcome.pair == entry.baseline else "faster",
-            pair=outcome.pair,
+            verdict="baseline" if pair == entry.baseline else "faster",
+            pair=pair,
             baseline=entry.baseline,
             evidence=evidence,
             source=self.options.source,
@@ -305,10 +305,11 @@ class Tuner:
             driver=self.options.driver,
             unix_s=self._unix_clock(),
         )
+        record = records.succeeding(record, entry.record or self._agenda.stored.get(entry.key))
         self._sink(record)
         self._prior.learn(record, here=True)
         entry.record, entry.state = record, "settled"
-        experience.chosen[entry.M] = outcome.pair
+        experience.chosen[entry.M] = pair
 
     def _account(self) -> None:
         """Bring the device seconds of the open bench onto the tuner's and the entry's account."""
@@ -337,3 +338,9 @@ class Tuner:
                 self._agenda.deferred.pop(entry.key, None)
             else:
                 self._agenda.defer(entry, f"fault {entry.faults} while it was tuned", self._clock())
+
+
+def _same_launches(a: ConfigPair, b: ConfigPair) -> bool:
+    """Is one the other under another spelling?"""
+    same = ((filled(a.of(gemm)), a.of(gemm).extra) == (filled(b.of(gemm)), b.of(gemm).extra) for gemm in GEMMS)
+    return all(same)
