@@ -73,11 +73,8 @@ class Overlay:
         self.lookup.fit = self._fit
 
     def stock(self, shape: MoeShape, M: int) -> tuple[ConfigPair | None, ConfigPair | None]:  # noqa: N803
-        """What is served without a learned row (None where that is no plain pair), and SGLang's own answer where
-        that one cannot be launched here. Reads files the first time: never on the hot path."""
-        own = read_answer(releases.ask_stock(shape, M))
-        fitted = None if own is None else fit(own, shape, self._limit)
-        return (own, None) if fitted is None else (fitted, own)
+        """See ``stock``."""
+        return stock(shape, M, self._limit)
 
     def _fit(self, key: CallKey, M: int, pair: ConfigPair) -> ConfigPair | None:  # noqa: N803
         shape = MoeShape(*key)
@@ -117,3 +114,11 @@ class Overlay:
         if not self.layers and self.source == "replayed":
             return MoeShape(*key)
         return self.layers.shape_of(key)
+
+
+def stock(shape: MoeShape, M: int, limit: Limit) -> tuple[ConfigPair | None, ConfigPair | None]:  # noqa: N803
+    """What is served without a learned row (None where that is no plain pair), and SGLang's own answer where that one
+    cannot be launched within the limit. Reads files the first time: never on the hot path."""
+    own = read_answer(releases.ask_stock(shape, M))
+    fitted = None if own is None else fit(own, shape, limit)
+    return (own, None) if fitted is None else (fitted, own)
