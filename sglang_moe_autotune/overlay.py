@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from sglang_moe_autotune import releases
 from sglang_moe_autotune.fitting import Limit, fit, limit_of
+from sglang_moe_autotune.hindrance import bits_hold
 from sglang_moe_autotune.layers import LiveLayers, call_key
 from sglang_moe_autotune.lookup import CallKey, Lookup, read_answer
 from sglang_moe_autotune.search_space import illegal
@@ -91,8 +92,7 @@ class Overlay:
 
     def bits_hold(self, record: Record) -> bool:
         """Is the row as equal to SGLang's answer as the user asks?"""
-        proven = record.verdict == "baseline" or record.evidence.max_error == 0.0
-        return proven or not self._bit_equal or record.source == "pinned"
+        return bits_hold(record, bit_equal=self._bit_equal)
 
     @property
     def shapes(self) -> tuple[MoeShape, ...]:

@@ -23,7 +23,7 @@ LAYERS: dict[str, Layer] = {
             "accord", "checks", "votes", "hearsay", "epochs",
             "tally", "errand", "inspection", "source", "kernel_source", "contract", "fit", "matrix",
             "captures", "graph_contract",
-            "pace", "marked", "idle_time", "fitting",
+            "pace", "marked", "idle_time", "fitting", "hindrance",
         ),
         "pure",
     ),
