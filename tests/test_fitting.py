@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from sglang_moe_autotune.config_folder import StockAnswer
 from sglang_moe_autotune.explain import Files, explain
-from sglang_moe_autotune.fitting import Limit, fit, is_amd, limit_of
+from sglang_moe_autotune.fitting import Limit, fit, is_amd, limit_of, unfit
+from sglang_moe_autotune.imports import from_pairs
 from sglang_moe_autotune.lookup import CallKey, Lookup
 from sglang_moe_autotune.records import ShapeNote, merge
 from sglang_moe_autotune.search_space import illegal
@@ -55,6 +56,19 @@ def test_c03_every_m_gets_a_config_that_fits(m: int, limit: Limit) -> None:
     assert limit.holds(served.up, PER_CHANNEL)
     assert limit.holds(served.down, PER_CHANNEL)
     assert (served == heuristic(m)) == (m <= 128 and limit is ADA)  # 73,728 bytes fit the one, and not the other
+
+
+def test_what_a_user_pins_is_held_to_the_limit_that_a_server_holds_rows_to() -> None:
+    """On gfx950 every stage counts: two thirds of this config's need said that it fits."""
+    gfx950 = msgspec.structs.replace(
+        v.H200, device_name="AMD Instinct MI355X", capability=(9, 5), shared_memory_bytes=163_840
+    )
+    shape, config = MoeShape((32, 2048, 4096), (32, 4096, 1024), 4), KernelConfig(256, 256, 64, 1, 8, 3)
+    pair, limit = ConfigPair(config, config), limit_of(gfx950)
+    assert not limit.holds(config, shape)
+    assert "a block may use 163840" in (unfit(pair, shape, limit) or "")
+    assert from_pairs({64: pair}, shape, gfx950).records == ()
+    assert unfit(pair, shape, Limit(0)) is None
 
 
 def test_where_stages_are_not_enough_tiles_are_halved_and_the_shared_rows_last() -> None:
