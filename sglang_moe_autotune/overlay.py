@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING
 
 from sglang_moe_autotune import releases
 from sglang_moe_autotune.fitting import Limit, fit, limit_of
-from sglang_moe_autotune.hindrance import bits_hold
+from sglang_moe_autotune.hindrance import Terms, bits_hold, hindrance
 from sglang_moe_autotune.layers import LiveLayers, call_key
 from sglang_moe_autotune.lookup import CallKey, Lookup, read_answer
-from sglang_moe_autotune.search_space import illegal
 from sglang_moe_autotune.shapes import ConfigPair, MoeShape
 
 if TYPE_CHECKING:
@@ -50,17 +49,12 @@ class Overlay:
         self.lookup.publish(rows)
 
     def may_serve(self, record: Record) -> bool:
-        """Does the record still hold here? A legal pin that can be launched does. A learned row needs SGLang's
-        answer of today as its baseline, or its gain says nothing; and a file that SGLang ships for this Triton wins
-        over it unless the user says otherwise. Imported rows are candidates, and replayed ones are of a recording."""
-        for config in (record.pair.up, record.pair.down):
-            if illegal(config, record.shape) or not self._limit.holds(config, record.shape):
-                return False
-        if record.source == "pinned":
-            return True
-        if record.source != self.source or not self.tunable(record.shape) or not self.bits_hold(record):
-            return False
-        return self.stock(record.shape, record.M)[0] == record.baseline
+        """Does nothing keep the record from being served here?"""
+        terms = Terms(self._limit, self.source, self._bit_equal, self.tunable, self._answer)
+        return not hindrance(record, terms)
+
+    def _answer(self, shape: MoeShape, M: int) -> ConfigPair | None:  # noqa: N803
+        return self.stock(shape, M)[0]
 
     def begin(self, device: Device) -> Device:
         """The process has found its device."""

@@ -13,7 +13,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from sglang_moe_autotune.config_folder import StockAnswer
-from sglang_moe_autotune.explain import Files, explain
+from sglang_moe_autotune.explain import Files, Manner, explain
 from sglang_moe_autotune.fitting import Limit, fit, is_amd, limit_of, unfit
 from sglang_moe_autotune.imports import from_pairs
 from sglang_moe_autotune.lookup import CallKey, Lookup
@@ -195,7 +195,7 @@ def test_explain_says_that_it_was_made_to_fit_and_the_note_survives_a_merge() ->
     assert fitted is not None
     note = ShapeNote(PER_CHANNEL, {129: fitted}, unfit={129: heuristic(129)})
     contents = merge(v.contents(note), v.contents(ShapeNote(PER_CHANNEL)))
-    step = explain(PER_CHANNEL, 129, contents, "miss", Files(readable=True))[-1]
+    step = explain(PER_CHANNEL, 129, contents, Manner(), Files(readable=True))[-1]
     assert step.pair == fitted
     assert "cannot launch SGLang's own 128x256x128 g32 w8 s4" in step.says
 
@@ -203,7 +203,7 @@ def test_explain_says_that_it_was_made_to_fit_and_the_note_survives_a_merge() ->
 def test_explain_says_it_of_a_files_row_too() -> None:
     ada = msgspec.structs.replace(v.H200, device_name="NVIDIA L40S", shared_memory_bytes=101_376)
     found = StockAnswer("exact", Path("file.json"), 129, heuristic(129))
-    steps = explain(PER_CHANNEL, 129, v.contents(environment=ada), "miss", Files(readable=True, answer=found))
+    steps = explain(PER_CHANNEL, 129, v.contents(environment=ada), Manner(), Files(readable=True, answer=found))
     (step,) = [step for step in steps if step.standing == "answers"]
     assert step.source == "exact file"
     assert step.pair == fit(heuristic(129), PER_CHANNEL, ADA)
