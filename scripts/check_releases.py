@@ -179,7 +179,7 @@ def main() -> int:
     parser.add_argument("--load", action="store_true", help="also import each with the plugin (15 s, 1 GB)")
     parser.add_argument("--json", action="store_true", help="print one JSON object in place of the table")
     parser.add_argument("--record", action="store_true", help="check all of the index; write hashes and tables")
-    parser.add_argument("--skip-missing", action="store_true", help="a wheel that cannot be had is no failure")
+    parser.add_argument("--skip-missing", action="store_true", help="a missing wheel is no failure, unless all are")
     arguments = parser.parse_args()
     cache = Path(os.environ.get("SGLANG_MOE_AUTOTUNE_RELEASES") or ROOT / ".venv-cache" / "releases")
     known = release_wheels.known() if release_wheels.LIST.exists() else {}
@@ -196,6 +196,12 @@ def main() -> int:
             return 1
         wheels[version] = Wheel(path.name, release_wheels.digest(path))
         found.append(check(version, path, load=arguments.load))
+    if not found:
+        print(
+            f"nothing was checked: no wheel of {', '.join(versions) or 'any release'} is in {cache}, and none could be"
+            " downloaded; put one there, or run this where a package index is reachable",
+            file=sys.stderr,
+        )
     if arguments.json:
         print(json.dumps({"releases": msgspec.to_builtins(found), "skipped": skipped}, indent=1))
     else:
@@ -203,7 +209,7 @@ def main() -> int:
     if arguments.record and not arguments.only and not skipped:
         write(found, wheels)
     unfit = [release for release in found if release.state in {"less", "aside"} and not _is_known(release)]
-    return 1 if unfit or (skipped and not arguments.skip_missing) else 0
+    return 1 if not found or unfit or (skipped and not arguments.skip_missing) else 0
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 import sys
 from pathlib import Path
@@ -12,10 +11,9 @@ import click
 
 from sglang_moe_autotune import (
     __version__,
-    config_folder,
     doctor,
     editing,
-    explain,
+    explaining,
     export,
     figures,
     importing,
@@ -87,68 +85,6 @@ def list_command(folder: Path | None, environment: str | None, *, as_json: bool)
 
 
 @main.command(
-    "show",
-    short_help="Each M of a shape: SGLang's answer and what was learned.",
-    epilog=shell.example("show E128-N768-K2048-top8-bf16", "show E128 --json"),
-)
-@shell.shape_argument()
-@shell.options("dir", "environment", "json")
-def show_command(shape: str, folder: Path | None, environment: str | None, *, as_json: bool) -> None:
-    """Each M of SHAPE: SGLang's answer above, what was learned below.
-
-    SHAPE is a name that `list` prints, or the beginning of one. The columns up and down are the configs of
-    the two GEMMs (BLOCK_SIZE_M x N x K, g GROUP_SIZE_M, w warps, s stages), us their time together, n the
-    paired samples; the gain stands above its interval, both in percent.
-    """
-    file, shapes = selection.find(selection.opened(shell.root(folder), environment), shape)
-    rows = [(s, summary.rows(s, file.contents.records, file.contents.notes.get(s))) for s in shapes]
-    if as_json:
-        described = [objects.shape_rows(owner, found) for owner, found in rows]
-        shell.emit({"environment": objects.environment(file.contents.environment), "shapes": described})
-    else:
-        from sglang_moe_autotune import tables  # noqa: PLC0415 - rich, which --json does without
-
-        for owner, found in rows:
-            shell.show(f"{owner.slug} on {file.title}", tables.shape_rows(found))
-
-
-@main.command(
-    "explain",
-    short_help="Which answer is served for a shape at one M, and why.",
-    epilog=shell.example("explain E128 256", "explain E128 64 --json"),
-)
-@shell.shape_argument()
-@click.argument("M", type=click.IntRange(1, 1 << 24))
-@shell.options("dir", "environment", "json")
-def explain_command(shape: str, m: int, folder: Path | None, environment: str | None, *, as_json: bool) -> None:
-    """Which answer a server gives for SHAPE at M tokens, and why: every source in the order in which it is asked.
-
-    The mode is that of the servers that run on this store, else of SGLANG_MOE_AUTOTUNE_MODE. The config files are those
-    of the SGLang in this Python, or of SGLANG_MOE_CONFIG_DIR; where there are none, what a server noted of them is
-    used. Nothing of SGLang is imported.
-    """
-    file, shapes = selection.find(selection.opened(shell.root(folder), environment), shape)
-    owner = selection.single(shapes)
-    about, configs = file.contents.environment, config_folder.where(os.environ)
-    files = explain.Files(readable=False)
-    if configs is not None and config_folder.readable(configs):
-        found = config_folder.answer(configs, about.triton, owner, about.device_name, m)
-        files = explain.Files(readable=True, answer=found)
-    running = [live for live in watch.running(shell.root(folder, quiet=True)) if live.device_name == about.device_name]
-    modes = {live.mode for live in running if live.triton == about.triton}
-    mode = modes.pop() if len(modes) == 1 else shell.settings(folder, quiet=True).mode
-    fixed = any(explain.DETERMINISTIC in live.reason for live in running)
-    steps = explain.explain(owner, m, file.contents, mode, files, deterministic=fixed)
-    if as_json:
-        described = objects.explanation(owner, m, steps, configs if files.readable else None)
-        shell.emit({"environment": objects.environment(about), "mode": mode, **described})
-        return
-    from sglang_moe_autotune import tables  # noqa: PLC0415 - rich, which --json does without
-
-    shell.show(f"{owner.slug} M={m} on {file.title}, mode {mode}", *tables.explanation(steps))
-
-
-@main.command(
     "export",
     short_help="Write config files that stock SGLang reads.",
     epilog=shell.example("export ./moe-configs", "export --merge-into ./moe-configs"),
@@ -200,6 +136,8 @@ def export_command(
 
 
 for _command in (
+    explaining.show_command,
+    explaining.explain_command,
     importing.import_command,
     editing.merge_command,
     editing.pin_command,

@@ -8,10 +8,12 @@ hash. Run as ``python -m sglang_moe_autotune.compile_child PARENT_PID PROCESSES`
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import multiprocessing
 import os
+import queue
 import signal
 import sys
 import threading
@@ -19,7 +21,7 @@ import warnings
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from types import SimpleNamespace
-from typing import Any
+from typing import IO, Any
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
@@ -27,6 +29,8 @@ WORKER_NAME = "moe-compile"
 """what ``ps`` and ``top`` call a process that compiles; 15 bytes at most"""
 _MAX_DEATHS = 3
 """of workers, with nothing compiled in between: from then on it is taken for a fault of this machine"""
+_POOLS: list[ProcessPoolExecutor] = []
+"""kept to the end: Python 3.12's thread that clears a broken pool away waits for itself where nobody holds the pool"""
 
 
 def die_with_parent(parent: int) -> None:
@@ -104,36 +108,59 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # SGLang and compilers print to stdout, which carries the answers
     warnings.simplefilter("ignore")
-    context = multiprocessing.get_context("fork")
-    pool: ProcessPoolExecutor | None = None
-    # A worker that dies fails every order that the pool holds, begun or not: it holds no more than it works on.
-    free = threading.Semaphore(processes)
-    deaths = 0
+    workers = Workers(processes, answers)
     for line in sys.stdin:
-        free.acquire()
-        order = json.loads(line)
-        if pool is None:
-            _get_ready(order)
-            pool = ProcessPoolExecutor(processes, context, _start_worker, (os.getpid(),))
+        workers.hand(json.loads(line))
 
-        def answer(future: Future[dict[str, Any]], order: dict[str, Any] = order) -> None:
-            nonlocal deaths
-            failure = future.exception()
-            deaths = deaths + 1 if failure is not None else 0
+
+class Workers:
+    """Processes that compile, each of its own pool and with one order at a time: whatever kills one fails that order
+    and no other. All are started by the thread that hands out orders."""
+
+    def __init__(self, count: int, answers: IO[str]) -> None:
+        self._answers = answers
+        self._ready = False
+        self._free: queue.LifoQueue[_Worker] = queue.LifoQueue()  # the last one first: few are started for few orders
+        self._lock = threading.Lock()
+        self._deaths = 0
+        for _ in range(count):
+            self._free.put(_Worker())
+
+    def hand(self, order: dict[str, Any]) -> None:
+        """Wait for a worker that is free, and give it this order; the answer is written when it comes."""
+        if not self._ready:
+            self._ready = True
+            _get_ready(order)
+        worker = self._free.get()
+        worker.submit(order).add_done_callback(lambda future: self._answer(worker, order, future))
+
+    def _answer(self, worker: _Worker, order: dict[str, Any], future: Future[dict[str, Any]]) -> None:
+        failure = future.exception()
+        with self._lock:
+            self._deaths = self._deaths + 1 if failure is not None else 0
             if failure is None:
                 result = future.result()
             else:
                 result = {"hash": order["hash"], "ok": False, "error": f"the compiler died on it: {failure}"}
-                result["fault"] = deaths >= _MAX_DEATHS
-            answers.write(json.dumps(result) + "\n")
-            free.release()
+                result["fault"] = self._deaths >= _MAX_DEATHS
+            self._answers.write(json.dumps(result) + "\n")
+        self._free.put(worker)
 
-        try:
-            future = pool.submit(build, order)
-        except BrokenProcessPool:
-            pool = ProcessPoolExecutor(processes, context, _start_worker, (os.getpid(),))
-            future = pool.submit(build, order)
-        future.add_done_callback(answer)
+
+class _Worker:
+    """A pool of one process, made anew when that one has died."""
+
+    def __init__(self) -> None:
+        self._pool: ProcessPoolExecutor | None = None
+
+    def submit(self, order: dict[str, Any]) -> Future[dict[str, Any]]:
+        if self._pool is not None:
+            with contextlib.suppress(BrokenProcessPool):
+                return self._pool.submit(build, order)
+        context = multiprocessing.get_context("fork")
+        self._pool = ProcessPoolExecutor(1, context, _start_worker, (os.getpid(),))
+        _POOLS.append(self._pool)
+        return self._pool.submit(build, order)
 
 
 def _get_ready(order: dict[str, Any]) -> None:

@@ -66,12 +66,14 @@ def _likely(layers: LiveLayers) -> Iterator[MoeShape]:
             yield shape
 
 
-def before_serving(device: Device) -> BenchmarkProvider:
-    """The device's benches where nothing was launched yet: after one launch of the baseline."""
+def before_serving(device: Device, compiles: CompileCount) -> BenchmarkProvider:
+    """The device's benches where nothing was launched yet: after one launch of the baseline, compiled as serving's."""
     from sglang_moe_autotune.benchmark import DeviceProvider  # noqa: PLC0415 - needs a GPU
     from sglang_moe_autotune.warm import WarmProvider  # noqa: PLC0415 - as above
 
-    return WarmProvider(device.provider) if isinstance(device.provider, DeviceProvider) else device.provider
+    if not isinstance(device.provider, DeviceProvider):
+        return device.provider
+    return WarmProvider(device.provider, compiles.outside)
 
 
 def make_tuner(

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from sglang_moe_autotune import edit, imports, records, selection, shell, store
+from sglang_moe_autotune import edit, records, selection, shell, store
+from sglang_moe_autotune.fitting import limit_of, unfit
 from sglang_moe_autotune.selection import NothingFound
 from sglang_moe_autotune.shapes import ConfigPair, KernelConfig
 
@@ -91,7 +92,7 @@ def pin_command(
     if pair.up.BLOCK_SIZE_M != pair.down.BLOCK_SIZE_M:
         sizes = f"{pair.up.BLOCK_SIZE_M} and {pair.down.BLOCK_SIZE_M}"
         raise click.UsageError(f"both GEMMs share one BLOCK_SIZE_M, and these have {sizes}")
-    if (reason := imports.unfit(pair, owner, file.contents.environment)) is not None:
+    if (reason := unfit(pair, owner, limit_of(file.contents.environment))) is not None:
         raise click.UsageError(f"this pair cannot run there: {reason}")
     done = edit.apply(file.path, lambda contents: records.pin(contents, owner, m, pair, time.time()))
     edit.show([done], as_json=as_json, dry=False)

@@ -12,7 +12,7 @@ import msgspec
 
 from sglang_moe_autotune.inspection import Outcome  # noqa: TC001 - msgspec reads annotations when it runs
 from sglang_moe_autotune.records import Environment, Record  # noqa: TC001 - as above
-from sglang_moe_autotune.shapes import ActivationDtype, MoeShape
+from sglang_moe_autotune.shapes import ACTIVATION_WORDS, MAX_SIZE, QUANTISED, MoeShape, shape_of_sizes
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -134,39 +134,7 @@ def split(items: Iterable[Item], count: int) -> list[tuple[Item, ...]]:
 
 # -- shapes in words -------------------------------------------------------------------------------------------
 
-_SLUG: Final = re.compile(
-    r"E(?P<E>\d+)-N(?P<N>\d+)-K(?P<K>\d+)-top(?P<top_k>\d+)-(?P<dtype>\w+)"
-    r"(?:-block(?P<block>\d+x\d+))?(?P<channel>-perchannel)?(?P<rest>(?:-[a-z]+)*)"
-)
-_WORD: Final = re.compile(
-    r"-(fused-swiglu|no-combine|router-weight-on-input|keeps-weight|zero-points|[a-z]+)"
-)
-_ACTIVATIONS: Final[dict[str, ActivationDtype]] = {
-    "bf16": "bfloat16",
-    "fp16": "float16",
-    "fp32": "float32",
-    "float32": "float32",
-}
-_QUANTISED: Final = ("fp8_w8a8", "int8_w8a8", "int8_w8a16", "int4_w4a16")
 _FIELDS: Final = ("E", "N", "K", "top_k", "dtype", "block", "per_channel", "activation")
-
-
-def shape_of_slug(slug: str) -> MoeShape | None:
-    """The shape that has this name; None where the text is no whole name."""
-    match = _SLUG.fullmatch(slug)
-    if match is None:
-        return None
-    ep, variant = False, []
-    for word in _WORD.findall(match["rest"]):
-        if word == "ep":
-            ep = True
-        else:
-            variant.append(word)
-    try:
-        shape = _shape(match.groupdict(), ungated="ungated" in variant)
-    except ValueError:
-        return None
-    return msgspec.structs.replace(shape, ep=ep, variant=tuple(sorted(variant)))
 
 
 def shape_of_fields(text: str) -> MoeShape:
@@ -183,35 +151,31 @@ def shape_of_fields(text: str) -> MoeShape:
     return _shape(fields)
 
 
-def _shape(fields: dict[str, str | None], *, ungated: bool = False) -> MoeShape:
-    sizes = [_size(name, fields.get(name)) for name in ("E", "N", "K", "top_k")]
-    experts, n, k, top_k = sizes
+def _shape(fields: dict[str, str | None]) -> MoeShape:
+    experts, n, k, top_k = (_size(name, fields.get(name)) for name in ("E", "N", "K", "top_k"))
     if top_k > experts:
         raise ValueError(f"top_k={top_k} is more than the {experts} experts: give the local experts as E")
     dtype, activation = fields["dtype"] or "bf16", fields.get("activation") or "bf16"
-    if dtype in _ACTIVATIONS:
+    if dtype in ACTIVATION_WORDS:
         activation = dtype
-    elif dtype not in _QUANTISED:
-        raise ValueError(f"dtype={dtype} is none of {', '.join((*_ACTIVATIONS, *_QUANTISED))}")
-    if activation not in _ACTIVATIONS:
-        raise ValueError(f"activation={activation} is none of {', '.join(_ACTIVATIONS)}")
-    selector = dtype if dtype in _QUANTISED else "float32" if dtype in {"fp32", "float32"} else None
+    elif dtype not in QUANTISED:
+        raise ValueError(f"dtype={dtype} is none of {', '.join((*ACTIVATION_WORDS, *QUANTISED))}")
+    if activation not in ACTIVATION_WORDS:
+        raise ValueError(f"activation={activation} is none of {', '.join(ACTIVATION_WORDS)}")
     block = fields.get("block")
     if block is not None and not re.fullmatch(r"\d+x\d+", block):
         raise ValueError(f"block={block} is no block of scales: write it like block=128x128")
     rows, columns = (int(side) for side in block.split("x")) if block else (0, 0)
-    return MoeShape(
-        (experts, n if ungated else 2 * n, k),
-        (experts, k, n),
-        top_k,
-        selector,
+    return shape_of_sizes(
+        (experts, n, k, top_k),
+        dtype,
         (rows, columns) if block else None,
         per_channel_quant=bool(fields.get("channel")),
-        activation_dtype=_ACTIVATIONS[activation],
+        activation_dtype=ACTIVATION_WORDS[activation],
     )
 
 
 def _size(name: str, text: str | None) -> int:
-    if text is None or not text.isascii() or not text.isdecimal() or not 0 < int(text) <= 1 << 24:
+    if text is None or not text.isascii() or not text.isdecimal() or not 0 < int(text) <= MAX_SIZE:
         raise ValueError(f"{name} must be a whole number from 1 on, not {text!r}: a shape needs E, N, K and top_k")
     return int(text)

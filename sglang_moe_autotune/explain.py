@@ -5,14 +5,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from sglang_moe_autotune.fitting import Limit, fit, limit_of
-from sglang_moe_autotune.search_space import illegal
+from sglang_moe_autotune.hindrance import Terms, hindrance
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
     from sglang_moe_autotune.config_folder import StockAnswer
     from sglang_moe_autotune.records import Contents, Record, ShapeNote
     from sglang_moe_autotune.shapes import ConfigPair, MoeShape
+    from sglang_moe_autotune.switch import Level
 
 Source = Literal["override", "pinned", "exact file", "learned", "fallback file", "heuristic"]
 """In the order in which they are asked."""
@@ -42,6 +43,25 @@ class Files(NamedTuple):
     answer: StockAnswer | None = None
 
 
+class Manner(NamedTuple):
+    """How servers on the store run, as far as it can be told from outside."""
+
+    mode: str = "miss"
+    """as in the settings; a server of a newer version may have another one"""
+    level: Level = "on"
+    """of the switch"""
+    bit_equal: bool = False
+    deterministic: bool = False
+    """a running server says that deterministic inference is on"""
+
+    @property
+    def off(self) -> str:
+        """Why nothing stored is used, and nothing made to fit; "" where it is."""
+        if self.mode == "off":
+            return "mode off leaves it unused"
+        return "switched off: `sglang-moe-autotune on` takes it up again" if self.level == "off" else ""
+
+
 class _Claim(NamedTuple):
     source: Source
     says: str
@@ -53,22 +73,15 @@ def explain(
     shape: MoeShape,
     M: int,  # noqa: N803
     contents: Contents,
-    mode: str,
+    manner: Manner,
     files: Files,
-    *,
-    deterministic: bool = False,
 ) -> tuple[Step, ...]:
-    """Every source in its order; at most one ``answers``. None does where SGLang's heuristic was never seen.
-
-    mode: as in the settings; a server of a newer version may have another one. deterministic: a running server
-    says that deterministic inference is on.
-    """
-    record, note = contents.records.get((shape, M)), contents.notes.get(shape)
+    """Every source in its order; at most one ``answers``. None does where SGLang's heuristic was never seen."""
     steps = [Step("override", "unknown", "override_config and deterministic inference: only the server knows them")]
-    if deterministic:
+    if manner.deterministic:
         steps = [Step("override", "answers", "deterministic inference is on: SGLang's fixed config, and nothing else")]
-    answered = deterministic
-    for claim in _claims(shape, M, contents, mode, files, record, note):
+    answered = manner.deterministic
+    for claim in _claims(shape, M, contents, manner, files):
         standing: Standing = "unknown" if claim.unknown else "no"
         if claim.pair is not None:
             standing = "behind" if answered else "answers"
@@ -82,37 +95,80 @@ def answer(steps: tuple[Step, ...]) -> Step | None:
     return next((step for step in steps if step.standing == "answers"), None)
 
 
-def _claims(
-    shape: MoeShape,
-    m: int,
-    contents: Contents,
-    mode: str,
-    files: Files,
-    record: Record | None,
-    note: ShapeNote | None,
-) -> Iterator[_Claim]:
-    yield _pinned(record, mode)
-    exact, fallback = _file(files, note, m, "exact"), _file(files, note, m, "fallback")
-    heuristic = _heuristic(files, note, record, m)
+def kept_back(shape: MoeShape, M: int, contents: Contents, manner: Manner, files: Files) -> str:  # noqa: N803
+    """Why a stored row that is faster, or was given by a user, is not served; "" where it is, or there is none."""
+    record = contents.records.get((shape, M))
+    if record is None or record.verdict == "baseline":
+        return ""
+    if manner.deterministic:
+        return f"{DETERMINISTIC} is on"
+    return _why_not(record, contents, manner, files, _stock(shape, M, contents, manner, files))
+
+
+class _Stock(NamedTuple):
+    """What SGLang answers without a row, by its source."""
+
+    exact: _Claim
+    fallback: _Claim
+    heuristic: _Claim
+
+    @property
+    def pair(self) -> ConfigPair | None:
+        return next((claim.pair for claim in self if claim.pair is not None), None)
+
+
+def _stock(shape: MoeShape, m: int, contents: Contents, manner: Manner, files: Files) -> _Stock:
+    record, note = contents.records.get((shape, m)), contents.notes.get(shape)
+    seen = None if note is None else dict(note.baselines)
+    if note is not None and seen is not None and manner.off:
+        seen |= note.unfit
+    exact, fallback = _file(files, note, seen, m, "exact"), _file(files, note, seen, m, "fallback")
+    heuristic = _heuristic(files, note, seen, record, m, fits=not manner.off)
+    if manner.off:
+        return _Stock(exact, fallback, heuristic)
     limit = limit_of(contents.environment)
-    exact, fallback = (_as_served(claim, shape, limit) for claim in (exact, fallback))
-    stock = next((claim.pair for claim in (exact, fallback, heuristic) if claim.pair is not None), None)
-    learned = _learned(shape, contents, record, stock, mode)
+    return _Stock(_as_served(exact, shape, limit), _as_served(fallback, shape, limit), heuristic)
+
+
+def _why_not(record: Record, contents: Contents, manner: Manner, files: Files, stock: _Stock) -> str:
+    note, pair = contents.notes.get(record.shape), stock.pair
+    origin = (files.answer and files.answer.origin) if files.readable else (note and note.origin)
+    terms = Terms(
+        limit_of(contents.environment),
+        "learned",
+        manner.bit_equal,
+        lambda _: manner.mode == "all" or origin != "exact",
+        lambda *_: record.baseline if pair is None else pair,  # nobody knows that it is another one
+    )
+    return manner.off or hindrance(record, terms)
+
+
+def _claims(shape: MoeShape, m: int, contents: Contents, manner: Manner, files: Files) -> Iterator[_Claim]:
+    record, stock = contents.records.get((shape, m)), _stock(shape, m, contents, manner, files)
+    why = "" if record is None else _why_not(record, contents, manner, files, stock)
+    yield _pinned(record, why)
+    learned = _learned(shape, contents, record, why)
     # Mode `all` challenges SGLang's own file, and what was faster than it is asked first.
-    yield from (learned, exact) if mode == "all" else (exact, learned)
-    yield fallback
-    yield heuristic
+    yield from (learned, stock.exact) if manner.mode == "all" else (stock.exact, learned)
+    yield stock.fallback
+    yield stock.heuristic
 
 
-def _pinned(record: Record | None, mode: str) -> _Claim:
+def _pinned(record: Record | None, why: str) -> _Claim:
     if record is None or record.source != "pinned":
         return _Claim("pinned", "nobody pinned a pair here")
-    if mode == "off":
-        return _Claim("pinned", "a pair is pinned, and mode off leaves it unused")
+    if why:
+        return _Claim("pinned", f"a pair is pinned, and not served: {why}")
     return _Claim("pinned", "pinned by a user: it stands until it is forgotten", record.pair)
 
 
-def _file(files: Files, note: ShapeNote | None, m: int, origin: Literal["exact", "fallback"]) -> _Claim:
+def _file(
+    files: Files,
+    note: ShapeNote | None,
+    seen: Mapping[int, ConfigPair] | None,
+    m: int,
+    origin: Literal["exact", "fallback"],
+) -> _Claim:
     source: Source = "exact file" if origin == "exact" else "fallback file"
     whose = "this Triton" if origin == "exact" else "another Triton"
     if files.readable:
@@ -121,11 +177,11 @@ def _file(files: Files, note: ShapeNote | None, m: int, origin: Literal["exact",
             return _Claim(source, f"SGLang has none of {whose} for this shape and GPU")
         row = "its row" if found.key == m else f"extrapolated from M={found.key}, the nearest row"
         return _Claim(source, f"{row} in {found.path}", found.pair)
-    if note is None:
+    if note is None or seen is None:
         return _Claim(source, "SGLang's files are not on this machine", unknown=True)
     if note.origin != origin:
         return _Claim(source, f"a server saw none of {whose}")
-    if (pair := note.baselines.get(m)) is not None:
+    if (pair := seen.get(m)) is not None:
         return _Claim(source, f"a server saw one of {whose}", pair)
     return _Claim(source, f"a server saw one of {whose}, and never asked it for this M", unknown=True)
 
@@ -138,16 +194,24 @@ def _as_served(claim: _Claim, shape: MoeShape, limit: Limit) -> _Claim:
     return claim._replace(says=f"{claim.says}, made to fit: this GPU cannot launch its {claim.pair}", pair=fitted)
 
 
-def _heuristic(files: Files, note: ShapeNote | None, record: Record | None, m: int) -> _Claim:
+def _heuristic(
+    files: Files,
+    note: ShapeNote | None,
+    seen: Mapping[int, ConfigPair] | None,
+    record: Record | None,
+    m: int,
+    *,
+    fits: bool,
+) -> _Claim:
     from_file = files.answer is not None if files.readable else note is not None and note.origin != "miss"
     if from_file:
         return _Claim("heuristic", "not asked: there is a file")
-    pair = note.baselines.get(m) if note is not None else None
+    pair = None if seen is None else seen.get(m)
     if pair is None and record is not None and record.source in {"learned", "replayed"}:
         pair = record.baseline
     if pair is None:
         return _Claim("heuristic", "SGLang computes it; no server has recorded it for this M", unknown=True)
-    return _Claim("heuristic", f"as a server recorded it{_made_to_fit(note, m)}", pair)
+    return _Claim("heuristic", f"as a server recorded it{_made_to_fit(note, m) if fits else ''}", pair)
 
 
 def _made_to_fit(note: ShapeNote | None, m: int) -> str:
@@ -155,34 +219,18 @@ def _made_to_fit(note: ShapeNote | None, m: int) -> str:
     return "" if own is None else f", made to fit: this GPU cannot launch SGLang's own {own}"
 
 
-def _learned(
-    shape: MoeShape, contents: Contents, record: Record | None, stock: ConfigPair | None, mode: str
-) -> _Claim:
+def _learned(shape: MoeShape, contents: Contents, record: Record | None, why: str) -> _Claim:
     if record is None:
         return _Claim("learned", f"no search has ended at this M{_others(shape, contents)}")
-    if (given := _GIVEN.get(record.source)) is not None:
-        return _Claim("learned", given)
+    if record.source == "pinned":
+        return _Claim("learned", "the pinned pair stands in its place")
+    if record.source != "learned":
+        return _Claim("learned", why)
     samples = record.evidence.samples
     if record.verdict == "baseline":
         return _Claim("learned", f"the search ended: nothing beat SGLang's own answer (n={samples})")
     says = f"{100 * record.evidence.gain:.1f} % faster than {record.baseline} (n={samples})"
-    rules = (illegal(config, shape) for config in (record.pair.up, record.pair.down))
-    if (rule := next(filter(None, rules), None)) is not None:
-        says = f"not legal for this shape: {rule}"
-    elif stock is not None and stock != record.baseline:
-        says += ", but SGLang's own answer is another now: it is measured anew first"
-    elif mode == "off":
-        says += "; mode off leaves it unused"
-    else:
-        return _Claim("learned", says, record.pair)
-    return _Claim("learned", says)
-
-
-_GIVEN = {
-    "pinned": "the pinned pair stands in its place",
-    "imported": "imported, and not served: it is raced first",
-    "replayed": "replayed from a recording: never served where a GPU is",
-}
+    return _Claim("learned", f"{says}, and not served: {why}") if why else _Claim("learned", says, record.pair)
 
 
 def _others(shape: MoeShape, contents: Contents) -> str:

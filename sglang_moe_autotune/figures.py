@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from sglang_moe_autotune.records import Contents, Record, ShapeNote
     from sglang_moe_autotune.shapes import ConfigPair, MoeShape
-    from sglang_moe_autotune.tuner import Tried
+    from sglang_moe_autotune.tried import Tried
 
     Trials = Mapping[MoeShape, Mapping[int, Sequence[Tried]]]
 

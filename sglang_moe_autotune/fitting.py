@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 import msgspec
 
-from sglang_moe_autotune.search_space import fitted, legal_space, shared_memory_bytes
+from sglang_moe_autotune.search_space import fitted, illegal, legal_space, shared_memory_bytes
 from sglang_moe_autotune.shapes import ConfigPair, KernelConfig, MoeShape
 
 if TYPE_CHECKING:
@@ -35,6 +35,17 @@ class Limit(NamedTuple):
 
     def holds(self, config: KernelConfig, shape: MoeShape) -> bool:
         return self.bytes <= 0 or self.need(config, shape) <= self.bytes
+
+
+def unfit(pair: ConfigPair, shape: MoeShape, limit: Limit) -> str | None:
+    """Why a pair must not be launched for this shape within the limit; None where nothing speaks against it."""
+    for config in (pair.up, pair.down):
+        if (rule := illegal(config, shape)) is not None:
+            return rule
+        if not limit.holds(config, shape):
+            need = limit.need(config, shape)
+            return f"{config} needs at least {need} bytes of shared memory, and a block may use {limit.bytes}"
+    return None
 
 
 def limit_of(environment: Environment) -> Limit:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
+from sglang_moe_autotune.hindrance import bits_hold
 from sglang_moe_autotune.layers import call_key
+from sglang_moe_autotune.records import succeeding
 from sglang_moe_autotune.trials import TrialLog
 
 if TYPE_CHECKING:
@@ -19,7 +21,7 @@ if TYPE_CHECKING:
     from sglang_moe_autotune.settings import Mode
     from sglang_moe_autotune.shapes import MoeShape
     from sglang_moe_autotune.store import Store
-    from sglang_moe_autotune.tuner import Tried
+    from sglang_moe_autotune.tried import Tried
 
 logger = logging.getLogger("sglang.moe_autotune")
 
@@ -27,16 +29,29 @@ logger = logging.getLogger("sglang.moe_autotune")
 class Harvest:
     """``learned`` and ``tried`` are what a tuner of this process tells."""
 
-    def __init__(self, store: Store, root: Path | None, mode: Mode, lookup: Lookup, recapture: Recapture) -> None:
+    def __init__(
+        self,
+        store: Store,
+        root: Path | None,
+        mode: Mode,
+        lookup: Lookup,
+        recapture: Recapture,
+        *,
+        bit_equal: bool = False,
+    ) -> None:
+        """bit_equal: of stored rows only those that are proven to give SGLang's own bits count as searched."""
         self.peers: Peers | None = None
         self._store, self._mode, self._lookup, self._recapture = store, mode, lookup, recapture
+        self._bit_equal = bit_equal
         self._trials = TrialLog(root, store.contents.environment)
 
     def learned(self, record: Record) -> None:
         """Keep the record, and serve it where that is allowed."""
+        held = self._store.contents.records.get((record.shape, record.M))
+        if held is not None and not bits_hold(held, bit_equal=self._bit_equal):
+            record = succeeding(record, held)  # or the M would be searched again at every start
         if self.peers is not None and self.peers.learned(record):
             return
-        held = self._store.contents.records.get((record.shape, record.M))
         self._store.submit(record=record)
         if record.verdict != "faster":
             self._take_back(record)
@@ -57,6 +72,9 @@ class Harvest:
         """A further look found SGLang's own config faster than the row that is served."""
         key = call_key(record.shape)
         alone = self.peers is None or self.peers.place.ranks == 1
+        held = self._store.contents.records.get((record.shape, record.M))
+        if held is not None and held.source == "pinned":
+            return
         if alone and self._mode != "restart" and record.M in self._lookup.rows().get(key, {}):
             self._lookup.publish([(key, record.M, None)])
             logger.info(

@@ -10,6 +10,7 @@ import click
 
 from sglang_moe_autotune import document, edit, imports, records, selection, shell, summary
 from sglang_moe_autotune.errors import ImportedError, ShapeNotFoundError
+from sglang_moe_autotune.shapes import shape_of_slug
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -152,7 +153,7 @@ def _named(slug: str, target: selection.Opened) -> tuple[MoeShape, ...]:
     try:
         return summary.find(slug, target.shapes)
     except ShapeNotFoundError:
-        if (shape := imports.shape_of(slug)) is None:
+        if (shape := shape_of_slug(slug)) is None:
             raise
         return (shape,)
 

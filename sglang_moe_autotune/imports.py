@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import msgspec
 
+from sglang_moe_autotune.fitting import limit_of, unfit
 from sglang_moe_autotune.records import Environment, Evidence, Record
-from sglang_moe_autotune.search_space import illegal, shared_memory_bytes
 from sglang_moe_autotune.sglang_json import FileName, Rows, parse, parse_name
 from sglang_moe_autotune.shapes import ConfigPair, KernelConfig, MoeShape
 from sglang_moe_autotune.validity import problem
@@ -101,30 +101,6 @@ def _unpacked(shape: MoeShape) -> int:
     return shape.N * 2 if shape.dtype == "int4_w4a16" else shape.N
 
 
-_SLUG = re.compile(
-    r"E(?P<E>\d{1,6})-N(?P<N>\d{1,7})-K(?P<K>\d{1,7})-top(?P<top>\d{1,3})-(?P<dtype>bf16|fp16|fp8_w8a8|int8_w8a8)"
-    r"(?:-block(?P<n>\d{1,5})x(?P<k>\d{1,5}))?(?P<channel>-perchannel)?",
-    re.ASCII,
-)
-
-
-def shape_of(slug: str) -> MoeShape | None:
-    """The shape that a whole name stands for; None where the name alone does not say it (packed weights, ep, ...)."""
-    if (match := _SLUG.fullmatch(slug)) is None:
-        return None
-    experts, width, hidden = int(match["E"]), int(match["N"]), int(match["K"])
-    plain = {"bf16": "bfloat16", "fp16": "float16"}.get(match["dtype"])
-    return MoeShape(
-        (experts, 2 * width, hidden),
-        (experts, hidden, width),
-        int(match["top"]),
-        None if plain else match["dtype"],
-        None if match["n"] is None else (int(match["n"]), int(match["k"])),
-        match["channel"] is not None,
-        activation_dtype="float16" if plain == "float16" else "bfloat16",
-    )
-
-
 def from_tables(up: ConfigTable, down: ConfigTable | None, shape: MoeShape, environment: Environment) -> Imported:
     """The rows of a file, with those of its down file where there is one, as records of this shape."""
     pairs = {m: ConfigPair(config, _down(config, m, down)) for m, config in up.rows.items()}
@@ -144,21 +120,9 @@ def from_pairs(pairs: Mapping[int, ConfigPair], shape: MoeShape, environment: En
     records, refused = [], []
     for m, pair in sorted(pairs.items()):
         record = Record(shape, m, "faster", pair, pair, UNMEASURED, "imported")
-        reason = problem(record) or unfit(pair, shape, environment)
+        reason = problem(record) or unfit(pair, shape, limit_of(environment))
         if reason is None:
             records.append(record)
         else:
             refused.append(f"{shape.slug} M={m}: {reason}")
     return Imported(tuple(records), tuple(refused))
-
-
-def unfit(pair: ConfigPair, shape: MoeShape, environment: Environment) -> str | None:
-    """Why a pair must not be launched for this shape on this GPU; None where nothing speaks against it."""
-    for config in (pair.up, pair.down):
-        if (rule := illegal(config, shape)) is not None:
-            return rule
-        needed = shared_memory_bytes(config, shape)
-        if 0 < environment.shared_memory_bytes < needed:
-            has = environment.shared_memory_bytes
-            return f"{config} needs at least {needed} bytes of shared memory, and a block may use {has}"
-    return None

@@ -71,7 +71,7 @@ class Outcome(msgspec.Struct, frozen=True):
         gain, low, high = self.estimate
         baseline_us, samples = self.baseline_us, self.samples
         if before is not None and self.estimate == _NO_GAIN:  # the pair stays, and with it what is known of it
-            samples = before.samples + max(1, samples)  # of two records the store keeps the one with more
+            samples = before.samples + max(1, samples)  # of two records with one gain the store keeps that with more
             return msgspec.structs.replace(before, samples=samples, measured=self.measured, gpu_s=gpu_s)
         if before is not None:
             baseline_us, samples = before.baseline_us or baseline_us, samples + before.samples

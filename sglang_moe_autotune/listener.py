@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING, Any
 
 from triton import knobs
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
 
 class CompileCount:
@@ -29,6 +30,15 @@ class CompileCount:
 
     def __exit__(self, *_: object) -> None:
         self._tuning = False
+
+    @contextlib.contextmanager
+    def outside(self) -> Iterator[None]:
+        """What is compiled within is serving's own, wherever this is entered."""
+        before, self._tuning = self._tuning, False
+        try:
+            yield
+        finally:
+            self._tuning = before
 
     def __call__(self, *, cache_hit: bool, **rest: Any) -> None:
         if not cache_hit:

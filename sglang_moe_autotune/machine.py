@@ -10,9 +10,9 @@ import torch
 from sglang_moe_autotune import releases, stand_in
 from sglang_moe_autotune.benchmark import DeviceProvider, Lent
 from sglang_moe_autotune.compiler import Compiler
-from sglang_moe_autotune.fitting import Limit, fit, limit_of
+from sglang_moe_autotune.fitting import limit_of
 from sglang_moe_autotune.listener import CompileCount
-from sglang_moe_autotune.lookup import read_answer
+from sglang_moe_autotune.overlay import stock
 from sglang_moe_autotune.prior import Prior, find_files
 from sglang_moe_autotune.quarantine import Quarantine
 from sglang_moe_autotune.trials import environment_key
@@ -80,15 +80,9 @@ def gpu_machine(order: Errand) -> Machine:
     return Machine(
         environment,
         WarmProvider(provider),
-        lambda shape, m: _stock(shape, m, limit_of(environment)),
+        lambda shape, m: stock(shape, m, limit_of(environment))[0],
         load,
         Prior(find_files(releases.shipped_folder()), environment.device_name),
         sglang=releases.version(),
         driver=releases.driver_version(),
     )
-
-
-def _stock(shape: MoeShape, m: int, limit: Limit) -> ConfigPair | None:
-    """What a server here would use: SGLang's own answer, made to fit where it could not be launched."""
-    own = read_answer(releases.ask_stock(shape, m))
-    return None if own is None else fit(own, shape, limit) or own

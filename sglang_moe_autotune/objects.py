@@ -12,7 +12,7 @@ import msgspec
 from sglang_moe_autotune.status import differences
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
     from pathlib import Path
 
     from sglang_moe_autotune.changes import Change
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from sglang_moe_autotune.explain import Step
     from sglang_moe_autotune.figures import PageFigures
     from sglang_moe_autotune.matrix import Matrix, Release
+    from sglang_moe_autotune.quarantine import Held
     from sglang_moe_autotune.records import Environment
     from sglang_moe_autotune.remote import RemoteStatus
     from sglang_moe_autotune.shapes import ConfigPair, MoeShape
@@ -83,9 +84,25 @@ def row(value: Row) -> Json:
     return {**common, "verdict": record.verdict, "chosen": pair(record.pair), **kept["evidence"], **about}
 
 
-def shape_rows(owner: MoeShape, rows: Iterable[Row]) -> Json:
-    """One shape and each M that is known of it."""
-    return {"shape": shape(owner), "rows": [row(value) for value in rows]}
+def shape_rows(owner: MoeShape, rows: Iterable[Row], kept_back: Mapping[int, str]) -> Json:
+    """One shape and each M that is known of it. kept_back: by M, why a stored row is not served."""
+    return {"shape": shape(owner), "rows": [{**row(value), "not_served": kept_back.get(value.M)} for value in rows]}
+
+
+def held(found: Iterable[Held]) -> list[Json]:
+    """Configs in quarantine."""
+    return [
+        {
+            "environment": one.candidate.environment,
+            "shape": one.candidate.shape.slug,
+            "gemm": one.candidate.gemm,
+            "config": one.candidate.config.to_dict(),
+            "M": one.M,
+            "reason": one.reason,
+            "unix_s": one.unix_s,
+        }
+        for one in found
+    ]
 
 
 def servers(found: Servers) -> Json:

@@ -21,6 +21,7 @@ from sglang_moe_autotune import store as store_module
 from sglang_moe_autotune.bench import Declined
 from sglang_moe_autotune.errand import Ended, Errand, Item, Learned, Passed, Ready, Step, Told, Verified
 from sglang_moe_autotune.fitting import space_of
+from sglang_moe_autotune.hindrance import bits_hold
 from sglang_moe_autotune.store import Store
 from sglang_moe_autotune.tuner import Tuner, TunerOptions
 
@@ -98,7 +99,7 @@ class Outing:
             baseline = self.machine.baseline(item.shape, M)
             if baseline is None:
                 self._tell(Passed(item.shape.slug, M, "SGLang's own answer is no pair of plain configs"))
-            elif self.order.work == "tune" and stored and (stored.source == "pinned" or stored.baseline == baseline):
+            elif self.order.work == "tune" and stored and self._settles(stored, baseline):
                 self._tell(Passed(item.shape.slug, M, f"settled: {stored.verdict}", settled=True))
             elif self.order.work == "verify" and (why := _unverifiable(stored, baseline)):
                 self._tell(Passed(item.shape.slug, M, why))
@@ -106,12 +107,21 @@ class Outing:
                 wanted[M] = baseline
         return wanted
 
+    def _settles(self, stored: Record, baseline: ConfigPair) -> bool:
+        """Is nothing left to search, as a server sees it?"""
+        if stored.source == "imported" or not bits_hold(stored, bit_equal=self.order.bit_equal):
+            return False
+        return stored.source == "pinned" or stored.baseline == baseline
+
     # -- tune -----------------------------------------------------------------------------------------------------
 
     def _tune(self, shape: MoeShape, baselines: dict[int, ConfigPair], until_s: float) -> None:
         order, machine = self.order, self.machine
 
         def learned(record: Record) -> None:
+            held = self.store.contents.records.get((record.shape, record.M))
+            if held is not None and not bits_hold(held, bit_equal=order.bit_equal):
+                record = records.succeeding(record, held)  # or the M would be searched again by every errand
             self.store.submit(record=record)
             self._tell(Learned(record))
 
@@ -126,7 +136,8 @@ class Outing:
         space = space_of(machine.environment)
         tuner = Tuner(machine.provider, learned, machine.prior, options, space=space, clock=self._clock)
         for record in self.store.contents.records.values():
-            tuner.learn(record)
+            if bits_hold(record, bit_equal=order.bit_equal):  # others are searched again
+                tuner.learn(record)
         for M, baseline in baselines.items():  # noqa: N806
             tuner.add(shape, M, baseline)
         fault = ""

@@ -14,6 +14,7 @@ from sglang_moe_autotune.errand import Errand, Item, Learned, Ready, Step
 from sglang_moe_autotune.errors import ShapeNotFoundError
 from sglang_moe_autotune.selection import NothingFound, Opened
 from sglang_moe_autotune.sglang_json import GRID
+from sglang_moe_autotune.shapes import shape_of_slug
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -75,7 +76,7 @@ def _named(name: str, known: Iterable[MoeShape]) -> Sequence[MoeShape]:
     try:
         return summary.find(name, known)
     except ShapeNotFoundError:
-        if (shape := errand.shape_of_slug(name)) is None:
+        if (shape := shape_of_slug(name)) is None:
             raise
         return (shape,)
 

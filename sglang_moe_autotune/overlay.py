@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 from sglang_moe_autotune import releases
 from sglang_moe_autotune.fitting import Limit, fit, limit_of
+from sglang_moe_autotune.hindrance import Terms, bits_hold, hindrance
 from sglang_moe_autotune.layers import LiveLayers, call_key
 from sglang_moe_autotune.lookup import CallKey, Lookup, read_answer
-from sglang_moe_autotune.search_space import illegal
 from sglang_moe_autotune.shapes import ConfigPair, MoeShape
 
 if TYPE_CHECKING:
@@ -49,17 +49,12 @@ class Overlay:
         self.lookup.publish(rows)
 
     def may_serve(self, record: Record) -> bool:
-        """Does the record still hold here? A legal pin that can be launched does. A learned row needs SGLang's
-        answer of today as its baseline, or its gain says nothing; and a file that SGLang ships for this Triton wins
-        over it unless the user says otherwise. Imported rows are candidates, and replayed ones are of a recording."""
-        for config in (record.pair.up, record.pair.down):
-            if illegal(config, record.shape) or not self._limit.holds(config, record.shape):
-                return False
-        if record.source == "pinned":
-            return True
-        if record.source != self.source or not self.tunable(record.shape) or not self.bits_hold(record):
-            return False
-        return self.stock(record.shape, record.M)[0] == record.baseline
+        """Does nothing keep the record from being served here?"""
+        terms = Terms(self._limit, self.source, self._bit_equal, self.tunable, self._answer)
+        return not hindrance(record, terms)
+
+    def _answer(self, shape: MoeShape, M: int) -> ConfigPair | None:  # noqa: N803
+        return self.stock(shape, M)[0]
 
     def begin(self, device: Device) -> Device:
         """The process has found its device."""
@@ -73,11 +68,8 @@ class Overlay:
         self.lookup.fit = self._fit
 
     def stock(self, shape: MoeShape, M: int) -> tuple[ConfigPair | None, ConfigPair | None]:  # noqa: N803
-        """What is served without a learned row (None where that is no plain pair), and SGLang's own answer where
-        that one cannot be launched here. Reads files the first time: never on the hot path."""
-        own = read_answer(releases.ask_stock(shape, M))
-        fitted = None if own is None else fit(own, shape, self._limit)
-        return (own, None) if fitted is None else (fitted, own)
+        """See ``stock``."""
+        return stock(shape, M, self._limit)
 
     def _fit(self, key: CallKey, M: int, pair: ConfigPair) -> ConfigPair | None:  # noqa: N803
         shape = MoeShape(*key)
@@ -94,8 +86,7 @@ class Overlay:
 
     def bits_hold(self, record: Record) -> bool:
         """Is the row as equal to SGLang's answer as the user asks?"""
-        proven = record.verdict == "baseline" or record.evidence.max_error == 0.0
-        return proven or not self._bit_equal or record.source == "pinned"
+        return bits_hold(record, bit_equal=self._bit_equal)
 
     @property
     def shapes(self) -> tuple[MoeShape, ...]:
@@ -117,3 +108,11 @@ class Overlay:
         if not self.layers and self.source == "replayed":
             return MoeShape(*key)
         return self.layers.shape_of(key)
+
+
+def stock(shape: MoeShape, M: int, limit: Limit) -> tuple[ConfigPair | None, ConfigPair | None]:  # noqa: N803
+    """What is served without a learned row (None where that is no plain pair), and SGLang's own answer where that one
+    cannot be launched within the limit. Reads files the first time: never on the hot path."""
+    own = read_answer(releases.ask_stock(shape, M))
+    fitted = None if own is None else fit(own, shape, limit)
+    return (own, None) if fitted is None else (fitted, own)

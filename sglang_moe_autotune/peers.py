@@ -29,7 +29,8 @@ if TYPE_CHECKING:
     from sglang_moe_autotune.settings import Settings
     from sglang_moe_autotune.shapes import ConfigPair, MoeShape
     from sglang_moe_autotune.store import Store
-    from sglang_moe_autotune.tuner import Step, Tried, Tuner
+    from sglang_moe_autotune.tried import Tried
+    from sglang_moe_autotune.tuner import Step, Tuner
     from sglang_moe_autotune.votes import Graphs, Votes
 
 logger = logging.getLogger("sglang.moe_autotune")

@@ -17,6 +17,7 @@ import msgspec
 
 from sglang_moe_autotune import regimes
 from sglang_moe_autotune.search_space import AXES, filled, neighbours
+from sglang_moe_autotune.sglang_json import parse_name
 from sglang_moe_autotune.shapes import GEMMS, Gemm, KernelConfig, MoeShape
 
 if TYPE_CHECKING:
@@ -31,11 +32,6 @@ logger = logging.getLogger("sglang.moe_autotune")
 DtypeClass = tuple[str | None, bool, bool]
 """SGLang's selector, whether scales are block-wise, whether they are per channel."""
 
-_NAME: Final = re.compile(
-    r"E=(?P<E>\d+),N=(?P<N>\d+),device_name=(?P<device>.*?)"
-    r"(?:,dtype=(?P<dtype>\w+?))?(?:,block_shape=\[(?P<block>\d+, ?\d+)\])?"
-    r"(?P<channel>,per_channel_quant=True)?(?P<down>_down)?\.json"
-)
 _FAMILIES: Final = (
     ("other", re.compile(r"AMD|Intel|^$")),
     ("hopper", re.compile(r"\b(G?H[128]00|H20)", re.ASCII)),
@@ -137,7 +133,7 @@ class Prior:
         """Read one more file of this shape's dtype class, about 0.3 ms; True when all are read."""
         wanted = dtype_class(shape)
         if wanted not in self._unread:
-            self._unread[wanted] = [f for f in self._files if f.dtype_class == wanted and f.E > 0 and f.N > 0]
+            self._unread[wanted] = [f for f in self._files if f.dtype_class == wanted]
         if unread := self._unread[wanted]:
             file = unread.pop()
             if (winners := read_winners(file, with_down=_key(file) in self._with_down)) is not None:
@@ -215,12 +211,9 @@ def find_files(configs_folder: Path) -> tuple[ConfigFile, ...]:
     """The config files of SGLang's folder of ``triton_X_Y_Z`` folders by name alone; none where it is missing."""
     found = []
     for path in sorted(configs_folder.glob("triton_*/*.json")):
-        if (match := _NAME.fullmatch(path.name)) is None:
-            continue
-        selector = (match["dtype"], match["block"] is not None, match["channel"] is not None)
-        found.append(
-            ConfigFile(path, int(match["E"]), int(match["N"]), match["device"], selector, match["down"] is not None)
-        )
+        if (name := parse_name(path.name)) is not None:
+            selector = (name.dtype, name.block_shape is not None, name.per_channel_quant)
+            found.append(ConfigFile(path, name.E, name.N, name.device_name, selector, name.down))
     return tuple(found)
 
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from sglang_moe_autotune import quarantine, shell
+from sglang_moe_autotune import objects, quarantine, shell
 from sglang_moe_autotune.quarantine import FOLDER, Held
 from sglang_moe_autotune.selection import NothingFound, Unusable
 
@@ -36,7 +36,7 @@ def quarantine_command(text: str, folder: Path | None, *, clear: bool, yes: bool
     if clear and held:
         _clear(place, held, yes=yes, as_json=as_json)
     if as_json:
-        shell.emit({"quarantine": [_object(one) for one in held], "cleared": clear and bool(held)})
+        shell.emit({"quarantine": objects.held(held), "cleared": clear and bool(held)})
     elif held and not clear:
         from sglang_moe_autotune import tables  # noqa: PLC0415 - rich, which --json does without
 
@@ -57,16 +57,3 @@ def _clear(place: Path, held: list[Held], *, yes: bool, as_json: bool) -> None:
             quarantine.clear(place, one.candidate)
         except OSError as error:
             raise Unusable(f"{place} cannot be written to ({error.strerror}): check its permissions") from error
-
-
-def _object(one: Held) -> dict[str, object]:
-    candidate = one.candidate
-    return {
-        "environment": candidate.environment,
-        "shape": candidate.shape.slug,
-        "gemm": candidate.gemm,
-        "config": candidate.config.to_dict(),
-        "M": one.M,
-        "reason": one.reason,
-        "unix_s": one.unix_s,
-    }

@@ -35,6 +35,7 @@ class Row(msgspec.Struct, frozen=True, gc=False):
     driver: str = ""
     unix_s: float = 0.0
     generation: int = 0
+    revision: int = 0
 
 
 class Lines(NamedTuple):
@@ -61,8 +62,7 @@ def lines(contents: Contents, breathe: Callable[[], None] = no_breath) -> Lines:
         if (text := contents.record_text.get((shape, m))) is None:
             pair = pairs.setdefault(record.pair, len(pairs))
             baseline = pairs.setdefault(record.baseline, len(pairs))
-            about = (record.evidence, record.source, record.sglang, record.driver, record.unix_s, record.generation)
-            text = encode(Row(place, m, record.verdict, pair, baseline, *about))
+            text = encode(Row(place, m, record.verdict, pair, baseline, *_about(record)))
         rows.append((place, m, text))
     return Lines([texts[shape] for shape in order], [encode(pair) for pair in pairs], [text for *_, text in rows])
 
@@ -85,9 +85,8 @@ class Table:
         try:
             rows = _ROWS.decode(text)
             for row in rows:
-                about = (row.evidence, row.source, row.sglang, row.driver, row.unix_s, row.generation)
                 shape, pair, baseline = shapes[row.shape], served[row.pair], baselines[row.baseline]
-                found.append(Record(shape, row.M, row.verdict, pair, baseline, *about))
+                found.append(Record(shape, row.M, row.verdict, pair, baseline, *_about(row)))
             as_written = msgspec.json.encode(rows) == text
         except (msgspec.MsgspecError, RecursionError, KeyError):
             return None
@@ -106,6 +105,11 @@ class Table:
                 fields[name] = texts[int(place)]
                 changed = True
         return msgspec.json.encode(fields) if changed else raw
+
+
+def _about(row: Row | Record) -> tuple[Evidence, Source, str, str, float, int, int]:
+    """The fields that both have, in their order."""
+    return row.evidence, row.source, row.sglang, row.driver, row.unix_s, row.generation, row.revision
 
 
 _ROWS = msgspec.json.Decoder(list[Row])

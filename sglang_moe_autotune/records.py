@@ -57,6 +57,11 @@ class Evidence(msgspec.Struct, frozen=True, gc=False):
     firm: bool = False
     """was it found, after all searches of the shape, that winners of other M do not do as well here?"""
 
+    def without_gain(self) -> Evidence:
+        """The same measurements, for a record of SGLang's own answer."""
+        changes = {"chosen_us": self.baseline_us, "gain": 0.0, "gain_low": 0.0, "gain_high": 0.0}
+        return msgspec.structs.replace(self, **changes, max_error=None, tolerance=None)
+
 
 class Record(msgspec.Struct, frozen=True, gc=False):
     """The outcome for one (shape, M)."""
@@ -74,6 +79,13 @@ class Record(msgspec.Struct, frozen=True, gc=False):
     unix_s: float = 0.0
     generation: int = 0
     """user decisions (pin, forget, demote) on this (shape, M) that the record comes after; a later one wins"""
+    revision: int = 0
+    """earlier records of its own kind that a later measurement did not confirm; see ``succeeding``"""
+
+    @property
+    def sure_gain(self) -> float:
+        """What it surely brings, as a fraction: the lower bound of its gain, nothing for SGLang's own answer."""
+        return self.evidence.gain_low if self.verdict == "faster" else 0.0
 
 
 class ShapeNote(msgspec.Struct, frozen=True):
@@ -149,6 +161,17 @@ def lifted(contents: Contents, made_now: Collection[Record]) -> Contents:
     return Contents(contents.environment, records)
 
 
+def succeeding(made: Record, earlier: Record | None) -> Record:
+    """A record made by one who knew the earlier one of its (shape, M), so that it replaces that one in every copy: it
+    counts up the revision, but where it wins by its gain and samples against the same answer of SGLang's anyhow."""
+    if earlier is None or earlier.source != made.source:
+        return made
+    ours, theirs = ((record.sure_gain, record.evidence.samples) for record in (made, earlier))
+    confirms = made.baseline == earlier.baseline and ours > theirs
+    revision = max(made.revision, earlier.revision + (not confirms))
+    return msgspec.structs.replace(made, revision=revision)
+
+
 def generation(contents: Contents, key: Key) -> int:
     """How many user decisions on this (shape, M) are known."""
     record = contents.records.get(key)
@@ -199,7 +222,8 @@ def merge(a: Contents, b: Contents, breathe: Callable[[], None] = no_breath) -> 
     """Both in one: nothing is lost, and order, grouping and repetition of merges do not matter.
 
     Of two records for one (shape, M): the later generation, then the better source (pinned, learned, imported,
-    replayed), then more samples, then the larger ``gain_low``, then the larger text. What was forgotten stays so.
+    replayed), then the later revision, then the larger ``sure_gain``, then more samples, then the larger text. Samples
+    do not rank gains: a sequential test takes most of them where there is least to find. What was forgotten stays so.
     Baselines unite (the larger text where they differ), ``served`` takes the maximum. Raises ValueError for two
     environments.
     """
@@ -288,10 +312,10 @@ _SOURCES: tuple[Source, ...] = ("replayed", "imported", "learned", "pinned")
 """A replayed record was never measured on this device, and an imported one says of itself how good it is."""
 
 
-def _rank(record: Record, text: bytes | None) -> tuple[int, int, int, float, bytes]:
-    evidence = record.evidence
+def _rank(record: Record, text: bytes | None) -> tuple[int, int, int, float, int, bytes]:
     content = msgspec.json.encode(record) if text is None else text
-    return record.generation, _SOURCES.index(record.source), evidence.samples, evidence.gain_low, content
+    decided = record.generation, _SOURCES.index(record.source), record.revision
+    return *decided, record.sure_gain, record.evidence.samples, content
 
 
 _ORIGINS: tuple[Origin, ...] = ("miss", "fallback", "exact")

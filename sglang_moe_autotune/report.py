@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from sglang_moe_autotune.figures import PageFigures, ShapeFigures
     from sglang_moe_autotune.records import Record
     from sglang_moe_autotune.shapes import Gemm
-    from sglang_moe_autotune.tuner import Tried
+    from sglang_moe_autotune.tried import Tried
 
 _STYLE = """
 :root{color-scheme:light dark;--back:#fff;--card:#f6f7f9;--ink:#1b1f24;--soft:#5c6670;--grid:#dfe3e8;

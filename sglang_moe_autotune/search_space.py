@@ -12,10 +12,12 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from sglang_moe_autotune.shapes import KernelConfig, MoeShape
+from sglang_moe_autotune.shapes import GEMMS, KernelConfig, MoeShape
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    from sglang_moe_autotune.shapes import ConfigPair
 
 AXES: Final[dict[str, tuple[int, ...]]] = {
     "BLOCK_SIZE_M": (16, 32, 64, 128, 256),
@@ -165,3 +167,8 @@ def filled(config: KernelConfig) -> KernelConfig:
         TRITON_WARPS if config.num_warps is None else config.num_warps,
         TRITON_STAGES if config.num_stages is None else config.num_stages,
     )
+
+
+def same_launches(a: ConfigPair, b: ConfigPair) -> bool:
+    """Is one the other under another spelling?"""
+    return all((filled(a.of(g)), a.of(g).extra) == (filled(b.of(g)), b.of(g).extra) for g in GEMMS)

@@ -259,7 +259,8 @@ class Serving:
             logger.warning("MoE autotune starts read-only: %s.", self.died)
         self.store = Store.open(self.root, device.environment, read_only=self.read_only)
         self.overlay.publish_stored(self.store.contents)
-        self.harvest = Harvest(self.store, self.root, self.settings.mode, self.lookup, self.recapture)
+        kept = self.store, self.root, self.settings.mode, self.lookup, self.recapture
+        self.harvest = Harvest(*kept, bit_equal=self.settings.bit_equal)
         if not self.read_only:
             self.mark = deaths.Mark.open(self.root, file_name(device.environment), server_name(0))
             self.passes.marked = MarkedProvider(device.provider, self.mark)

@@ -5,7 +5,8 @@ Names follow SGLang: ``w1`` is the gate-up weight (E, 2N, K), ``w2`` the down we
 
 from __future__ import annotations
 
-from typing import Any, Literal
+import re
+from typing import Any, Final, Literal
 
 import msgspec
 
@@ -129,3 +130,84 @@ class MoeShape(msgspec.Struct, frozen=True):
             parts.append("ep")
         parts.extend(self.variant)
         return "-".join(parts)
+
+
+ACTIVATION_WORDS: Final[dict[str, ActivationDtype]] = {
+    "bf16": "bfloat16",
+    "fp16": "float16",
+    "fp32": "float32",
+    "float32": "float32",
+}
+"""what people and slugs call unquantised layers; SGLang's selector names those of float32"""
+QUANTISED: Final = ("fp8_w8a8", "int8_w8a8", "int8_w8a16", "int4_w4a16")
+MAX_SIZE: Final = 1 << 24
+_PER_BYTE: Final = {"int4_w4a16": 2}
+"""weights that SGLang keeps in one element, along the columns of both matrices"""
+VARIANTS: Final = (
+    "bias",
+    "fused-swiglu",
+    "keeps-weight",
+    "no-combine",
+    "router-weight-on-input",
+    "ungated",
+    "zero-points",
+)
+_NUMBER: Final = r"[1-9]\d{0,7}"
+_WORD: Final = "|".join(VARIANTS)
+_SLUG: Final = re.compile(
+    rf"E(?P<E>{_NUMBER})-N(?P<N>{_NUMBER})-K(?P<K>{_NUMBER})-top(?P<top_k>{_NUMBER})-(?P<dtype>[a-z0-9_]+)"
+    rf"(?:-block(?P<rows>0|{_NUMBER})x(?P<columns>0|{_NUMBER}))?(?P<channel>-perchannel)?(?P<ep>-ep)?"
+    rf"(?P<variant>(?:-(?:{_WORD}))*)",
+    re.ASCII,
+)
+
+
+def shape_of_slug(slug: str) -> MoeShape | None:
+    """The shape that has this name; None where the text is no whole name. A name does not say the activations of
+    quantised layers: they are taken for bfloat16."""
+    match = _SLUG.fullmatch(slug)
+    if match is None:
+        return None
+    sizes = int(match["E"]), int(match["N"]), int(match["K"]), int(match["top_k"])
+    dtype, ep = match["dtype"], match["ep"] is not None
+    if max(sizes) > MAX_SIZE or (sizes[3] > sizes[0] and not ep):
+        return None
+    if dtype not in QUANTISED and dtype not in ACTIVATION_WORDS:
+        return None
+    return shape_of_sizes(
+        sizes,
+        dtype,
+        None if match["rows"] is None else (int(match["rows"]), int(match["columns"])),
+        per_channel_quant=match["channel"] is not None,
+        activation_dtype=ACTIVATION_WORDS.get(dtype, "bfloat16"),
+        ep=ep,
+        variant=tuple(sorted(set(re.findall(_WORD, match["variant"])))),
+    )
+
+
+def shape_of_sizes(
+    sizes: tuple[int, int, int, int],
+    dtype: str,
+    block_shape: tuple[int, int] | None,
+    *,
+    per_channel_quant: bool,
+    activation_dtype: ActivationDtype,
+    ep: bool = False,
+    variant: tuple[str, ...] = (),
+) -> MoeShape:
+    """The shape of a layer whose weights lie as SGLang keeps them. sizes: E, N as its file names count it (packed for
+    int4), K, top_k. dtype: a word of ``QUANTISED`` or ``ACTIVATION_WORDS``."""
+    experts, n, k, top_k = sizes
+    packed = _PER_BYTE.get(dtype, 1)
+    rows = n * packed * (1 if "ungated" in variant else 2)
+    return MoeShape(
+        (experts, rows, k // packed),
+        (experts, k, n),
+        top_k,
+        dtype if dtype in QUANTISED else "float32" if ACTIVATION_WORDS[dtype] == "float32" else None,
+        block_shape,
+        per_channel_quant,
+        activation_dtype,
+        ep,
+        variant,
+    )

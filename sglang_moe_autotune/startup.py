@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, Final
 
 from sglang_moe_autotune import releases
 from sglang_moe_autotune.device import before_serving
-from sglang_moe_autotune.lookup import read_answer
 from sglang_moe_autotune.marked import MarkedProvider
 
 if TYPE_CHECKING:
@@ -39,7 +38,7 @@ def tune(serving: Serving, model_runner: Any) -> None:
         logger.info("MoE autotune tunes nothing before the capture: several ranks agree on rows while they serve.")
         return
     sizes = releases.sizes_to_capture(model_runner)
-    provider = before_serving(serving.device)
+    provider = before_serving(serving.device, serving.compiles)
     tuner = serving.new_tuner(provider if serving.mark is None else MarkedProvider(provider, serving.mark))
     queued = _queue(serving, tuner, in_turn(sizes.get("decode", ()), sizes.get("prefill", ())))
     if not queued:
@@ -73,7 +72,7 @@ def _queue(serving: Serving, tuner: Tuner, ms: Sequence[int]) -> int:
     for shape in sorted((s for s in found if s is not None), key=lambda s: s.slug):
         if serving.overlay.tunable(shape):
             for m in ms:
-                baseline = read_answer(releases.ask_stock(shape, m))
+                baseline, _ = serving.overlay.stock(shape, m)
                 if m <= serving.settings.max_m and baseline is not None:
                     tuner.add(shape, m, baseline)
     return len(tuner.snapshot().queue)

@@ -22,7 +22,7 @@ import msgspec
 
 from sglang_moe_autotune import lock_file, store, whole_file
 from sglang_moe_autotune.shapes import GEMMS, ConfigPair, Gemm, KernelConfig, MoeShape
-from sglang_moe_autotune.tuner import Tried
+from sglang_moe_autotune.tried import Tried
 from sglang_moe_autotune.validity import pair_is_sound, shape_is_sound
 
 if TYPE_CHECKING:

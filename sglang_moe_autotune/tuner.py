@@ -2,29 +2,29 @@
 
 from __future__ import annotations
 
-import math
 import time
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
-from sglang_moe_autotune import consolidation, looks
+from sglang_moe_autotune import consolidation, looks, records
 from sglang_moe_autotune.agenda import FINISHED_LOOKS, Agenda, Deferral, Entry, Key
 from sglang_moe_autotune.bench import Declined
-from sglang_moe_autotune.experience import Experience, Trial
+from sglang_moe_autotune.experience import Experience
 from sglang_moe_autotune.job import Job, JobOptions, Outcome, Phase
 from sglang_moe_autotune.prior import Prior
 from sglang_moe_autotune.records import Record, Source
 from sglang_moe_autotune.search import SearchOptions
-from sglang_moe_autotune.search_space import legal_space, out_of_range
-from sglang_moe_autotune.shapes import GEMMS
+from sglang_moe_autotune.search_space import legal_space, out_of_range, same_launches
+from sglang_moe_autotune.tried import Ratios
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from sglang_moe_autotune.bench import Bench, BenchmarkProvider
-    from sglang_moe_autotune.shapes import ConfigPair, Gemm, KernelConfig, MoeShape
+    from sglang_moe_autotune.shapes import ConfigPair, KernelConfig, MoeShape
+    from sglang_moe_autotune.tried import Tried
 
 Step = Literal["worked", "waiting", "nothing"]
 """A slice was spent; everything wanted is being compiled; nothing to do now."""
@@ -67,16 +67,6 @@ class Snapshot(msgspec.Struct, frozen=True):
     gpu_s: float
 
 
-class Tried(NamedTuple):
-    """A trial at one M as it was measured, for people."""
-
-    gemm: Gemm
-    config: KernelConfig
-    ratio: float
-    """its time in units of that of SGLang's own config"""
-    samples: int
-
-
 class Tuner:
     """Feed it misses and heat, call ``step`` in idle passes; finished records go to the sink."""
 
@@ -101,8 +91,7 @@ class Tuner:
         self._provider, self._sink, self._prior = provider, sink, prior or Prior()
         self._space = space or (lambda shape: legal_space(shape, shared_memory_bytes))
         self._clock, self._unix_clock, self._tell = clock, unix_clock, tried
-        self._behind: dict[Key, dict[Gemm, float]] = {}
-        """by GEMM the log-ratio of a winner to SGLang's own config, for M that were searched again from it"""
+        self._ratios = Ratios()
         self._agenda = agenda or Agenda(self.options.retry_s)
         self._experience: dict[MoeShape, Experience] = {}
         self._current: Entry | None = None
@@ -280,35 +269,21 @@ class Tuner:
         if found or not second_look or entry.looks == FINISHED_LOOKS or entry.firm:
             self._settle(entry, experience, job.outcome)
         if self._tell is not None:
-            self._tell(entry.shape, entry.M, self._tried(entry, experience, job.outcome.pair))
-
-    def _tried(self, entry: Entry, experience: Experience, chosen: ConfigPair) -> list[Tried]:
-        """What is known at the M of a search that ended; its ratios are to the pair that the search began with."""
-        rows = {trial: row for trial, row in experience.measured[entry.M].items() if row.logs}
-        behind, began = self._behind.get(entry.key, dict.fromkeys(GEMMS, 0.0)), experience.reference[entry.M]
-        further = {Trial(gemm, began.of(gemm)): 0.0 for gemm in GEMMS}
-        further = {trial: row.centre for trial, row in rows.items()} | further
-        ends = [(gemm, further.get(Trial(gemm, chosen.of(gemm)))) for gemm in behind]
-        self._behind[entry.key] = {gemm: behind[gemm] + by for gemm, by in ends if by is not None}
-        return [
-            Tried(trial.gemm, trial.config, math.exp(row.centre + behind[trial.gemm]), len(row.logs))
-            for trial, row in rows.items()
-            if trial.gemm in behind
-        ]
+            self._tell(entry.shape, entry.M, self._ratios.tried(entry.key, experience, job.outcome.pair))
 
     def _settle(self, entry: Entry, experience: Experience, outcome: Outcome) -> None:
         """Hand the record to the sink; only then is the M done, so that a failing sink loses nothing."""
         before = entry.record.evidence if entry.record else None
         evidence = outcome.evidence(entry.earlier_s + entry.gpu_s, before)
         evidence = msgspec.structs.replace(evidence, looks=entry.looks, firm=entry.firm)
-        if before is None and (stored := self._agenda.stored.get(entry.key)) is not None:
-            # The store keeps of two records the one with more samples, and the stored one's baseline is outdated.
-            evidence = msgspec.structs.replace(evidence, samples=evidence.samples + stored.evidence.samples)
+        pair = entry.baseline if same_launches(outcome.pair, entry.baseline) else outcome.pair
+        if pair == entry.baseline:
+            evidence = evidence.without_gain()  # that of a winner which a further look gave up says nothing of it
         record = Record(
             shape=entry.shape,
             M=entry.M,
-            verdict="baseline" if outcome.pair == entry.baseline else "faster",
-            pair=outcome.pair,
+            verdict="baseline" if pair == entry.baseline else "faster",
+            pair=pair,
             baseline=entry.baseline,
             evidence=evidence,
             source=self.options.source,
@@ -316,10 +291,11 @@ class Tuner:
             driver=self.options.driver,
             unix_s=self._unix_clock(),
         )
+        record = records.succeeding(record, entry.record or self._agenda.stored.get(entry.key))
         self._sink(record)
         self._prior.learn(record, here=True)
         entry.record, entry.state = record, "settled"
-        experience.chosen[entry.M] = outcome.pair
+        experience.chosen[entry.M] = pair
 
     def _account(self) -> None:
         """Bring the device seconds of the open bench onto the tuner's and the entry's account."""

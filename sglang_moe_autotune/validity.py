@@ -38,6 +38,8 @@ def problem(value: Environment | Record | ShapeNote | Forgotten) -> str | None:
         return next(_note_problems(value), None)
     if not (1 <= value.M <= _MAX_M and 0 <= value.generation <= _MAX_INT):
         return f"M must be 1 to {_MAX_M}, generation 0 to {_MAX_INT}, not {value.M} and {value.generation}"
+    if isinstance(value, Record) and not 0 <= value.revision <= _MAX_INT:
+        return f"revision must be 0 to {_MAX_INT}, not {value.revision}"
     return _record_problem(value) if isinstance(value, Record) else None
 
 
@@ -83,6 +85,7 @@ def figures_are_sound(row: Record) -> bool:
     return (
         1 <= row.M <= _MAX_M
         and 0 <= row.generation <= _MAX_INT
+        and 0 <= row.revision <= _MAX_INT
         and 0 <= e.baseline_us <= _MAX_COUNT
         and 0 <= e.chosen_us <= _MAX_COUNT
         and -_MAX_COUNT <= e.gain <= _MAX_COUNT

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,6 +14,9 @@ from sglang_moe_autotune.scratch import Scratch
 from sglang_moe_autotune.shapes import GEMMS, ConfigPair, MoeShape
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+    from contextlib import AbstractContextManager
+
     from sglang_moe_autotune.bench import Bench
     from sglang_moe_autotune.benchmark import DeviceProvider
 
@@ -22,8 +26,12 @@ _ROUTING = "uniform"
 class WarmProvider:
     """Opens the benches of a ``DeviceProvider`` after one launch of the baseline; see ``bench.BenchmarkProvider``."""
 
-    def __init__(self, inner: DeviceProvider) -> None:
+    def __init__(
+        self, inner: DeviceProvider, outside: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext
+    ) -> None:
+        """outside: entered for the launches that stand for serving's, which compile what serving would."""
         self.inner = inner
+        self._outside = outside
         self.compiler = inner.compiler
         self._warm: set[tuple[MoeShape, int, ConfigPair]] = set()
 
@@ -32,7 +40,8 @@ class WarmProvider:
         if isinstance(opened, str) or (shape, M, baseline) in self._warm:
             return opened
         try:
-            self._launch(shape, M, baseline)
+            with self._outside():
+                self._launch(shape, M, baseline)
         except OutOfResources as error:
             reason = f"SGLang's own config cannot be launched here: {error}"
         except torch.OutOfMemoryError:

@@ -17,13 +17,13 @@ LAYERS: dict[str, Layer] = {
     **dict.fromkeys(
         (
             "__init__", "shapes", "search_space", "prior", "search", "decision", "records", "sglang_json",
-            "lookup", "tuner", "landscape", "replay", "errors", "targets",
+            "lookup", "tried", "tuner", "landscape", "replay", "errors", "targets",
             "experience", "summary", "document", "record_rows", "validity", "heat", "bench", "budget",
             "job", "regimes", "agenda", "looks", "consolidation", "measurement", "noise", "lags",
             "accord", "checks", "votes", "hearsay", "epochs",
             "tally", "errand", "inspection", "source", "kernel_source", "contract", "fit", "matrix",
             "captures", "graph_contract",
-            "pace", "marked", "idle_time", "fitting",
+            "pace", "marked", "idle_time", "fitting", "hindrance",
         ),
         "pure",
     ),
@@ -48,7 +48,10 @@ LAYERS: dict[str, Layer] = {
     ),
     **dict.fromkeys(("export", "remote", "trials", "quarantine"), "disk"),
     **dict.fromkeys(
-        ("shell", "config_folder", "explain", "edit", "editing", "importing", "plot", "report", "watch", "switching"),
+        (
+            "shell", "config_folder", "explain", "edit", "editing", "explaining", "importing", "plot", "report",
+            "watch", "switching",
+        ),
         "people",
     ),
 }  # fmt: skip

@@ -41,6 +41,8 @@ class Recordings:
         self.landscapes: dict[MoeShape, Landscape] = {shape: landscape(shape, MS) for shape in (SHAPE, OTHER)}
         self.loaded: list[MoeShape] = []
         self.disagrees = False
+        self.error = 0.0
+        """of every comparison that agrees"""
         self.opened: list[tuple[MoeShape, int]] = []
 
     def baseline(self, shape: MoeShape, m: int) -> ConfigPair | None:
@@ -55,8 +57,9 @@ class Recordings:
         assert shape == self.loaded[-1], "opened without its weights"
         self.opened.append((shape, m))
         bench: Any = ReplayProvider(self.landscapes[shape], polls=1).open(shape, m, baseline)
-        if self.disagrees and not isinstance(bench, str):
-            bench.compare = lambda *_: Comparison(ok=False, error=0.5, tolerance=0.016)
+        if not isinstance(bench, str):
+            error = 0.5 if self.disagrees else self.error
+            bench.compare = lambda *_: Comparison(ok=not self.disagrees, error=error, tolerance=0.016)
         return bench
 
     def machine(self) -> Any:

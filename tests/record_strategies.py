@@ -56,6 +56,7 @@ records = st.builds(
     st.sampled_from(["learned", "pinned", "imported", "replayed"]),
     unix_s=_floats,
     generation=st.integers(0, 2),
+    revision=st.integers(0, 2),
 )
 notes = st.builds(
     ShapeNote,

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from sglang_moe_autotune.shapes import MoeShape
-    from sglang_moe_autotune.tuner import Tried
+    from sglang_moe_autotune.tried import Tried
 
 
 class Replayed(NamedTuple):

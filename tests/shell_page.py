@@ -48,7 +48,7 @@ def printed(line: str, store: Path, folder: Path) -> list[str]:
     """The lines of both streams, with what differs between machines replaced by what the page says."""
     furnish(folder)
     # What SGLang ships must not decide what the page shows.
-    configs = {"SGLANG_MOE_CONFIG_DIR": str(folder / "no-files")} if line.startswith("explain") else {}
+    configs = {"SGLANG_MOE_CONFIG_DIR": str(folder / "no-files")} if line.startswith(("explain", "show")) else {}
     (folder / "no-files" / "configs").mkdir(parents=True)
     with mock.patch.dict(os.environ, configs):
         output = CliRunner().invoke(main, shlex.split(line), terminal_width=80).output

@@ -82,6 +82,29 @@ def test_the_page_has_every_command() -> None:
     assert shown == set(main.commands)
 
 
+def test_what_is_not_served_is_said_with_the_reason(
+    store: Path, working_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (working_folder / "configs").mkdir()
+    monkeypatch.setenv("SGLANG_MOE_CONFIG_DIR", str(working_folder))  # not what the SGLang here ships
+    for command in ("explain E128 256", "show E128"):
+        told = re.sub(r"\s+", " ", shell(command).stdout)
+        assert "not served" not in told
+        assert f"in quarantine, tried at no M: down {WINNER.down} (M=256): its first launch took" in told
+    assert shell("off").exit_code == 0
+    told = re.sub(r"\s+", " ", shell("explain E128 256").stdout)
+    assert "and not served: switched off" in told
+    assert "Answer: heuristic" in told
+    assert "M=256, 1024 not served: switched off" in re.sub(r"\s+", " ", shell("show E128").stdout)
+    seen = json.loads(shell("explain E128 256 --json").stdout)
+    assert (seen["switch"], seen["answer"]["source"], len(seen["quarantine"])) == ("off", "heuristic", 1)
+    (shown,) = json.loads(shell("show E128 --json").stdout)["shapes"]
+    assert [row["M"] for row in shown["rows"] if row["not_served"]] == [256, 1024]
+    assert shell("on").exit_code == 0
+    monkeypatch.setenv("SGLANG_MOE_AUTOTUNE_BIT_EQUAL", "on")
+    assert "SGLANG_MOE_AUTOTUNE_BIT_EQUAL asks" in re.sub(r"\s+", " ", shell("explain E128 256").stdout)
+
+
 # Output
 
 @pytest.mark.parametrize("line", COMMANDS)

@@ -11,7 +11,6 @@ from record_values import H200, record, shape
 
 from sglang_moe_autotune import errand
 from sglang_moe_autotune.errand import Ended, Errand, Item, Learned, Passed, Ready, Step, Verified
-from sglang_moe_autotune.shapes import MoeShape
 
 if TYPE_CHECKING:
     from sglang_moe_autotune.errand import Told
@@ -51,37 +50,6 @@ def test_work_is_dealt_out_once_and_evenly(work: list[tuple[int, list[int]]], co
     sizes = [sum(len(item.ms) for item in hand) for hand in hands]
     assert len(hands) == min(count, len(dealt))
     assert not sizes or max(sizes) - min(sizes) <= 1
-
-
-@pytest.mark.parametrize(
-    "made",
-    [
-        shape(),
-        shape(activation_dtype="float16"),
-        shape(activation_dtype="float32", dtype="float32"),
-        shape(dtype="fp8_w8a8", block_shape=(128, 128)),
-        shape(dtype="fp8_w8a8", per_channel_quant=True),
-        shape(dtype="int8_w8a8", per_channel_quant=True, ep=True),
-        shape(variant=("bias", "fused-swiglu", "router-weight-on-input")),
-        MoeShape((8, 768, 2048), (8, 2048, 768), 2, variant=("no-combine", "ungated")),
-    ],
-    ids=lambda made: made.slug.partition("top8-")[2] or made.slug,
-)
-def test_a_name_leads_back_to_its_shape(made: MoeShape) -> None:
-    assert errand.shape_of_slug(made.slug) == made
-
-
-@given(st.text() | st.from_regex(errand._SLUG, fullmatch=True))
-def test_any_text_is_a_name_or_none(text: str) -> None:
-    found = errand.shape_of_slug(text)
-    assert found is None or (found.top_k <= found.E and f"-K{found.K}-" in found.slug)
-
-
-@pytest.mark.parametrize(
-    "text", ["", "E8", "E8-N256", "E8-N256-K512-top2-bf99", "E8-N0-K512-top2-bf16", "E2-N8-K8-top4-bf16"]
-)
-def test_what_is_no_whole_name_is_none(text: str) -> None:
-    assert errand.shape_of_slug(text) is None
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import record_values as v
 
 from sglang_moe_autotune import config_folder
 from sglang_moe_autotune.config_folder import StockAnswer
-from sglang_moe_autotune.explain import Files, Source, answer, explain
+from sglang_moe_autotune.explain import Files, Manner, Source, answer, explain, kept_back
 from sglang_moe_autotune.records import ShapeNote, pin
 from sglang_moe_autotune.sglang_json import encode, file_name
 from sglang_moe_autotune.shapes import ConfigPair, KernelConfig
@@ -65,7 +65,7 @@ CASES: list[Any] = [
 
 @pytest.mark.parametrize(("contents", "origin", "mode", "expected"), CASES)
 def test_who_answers(contents: Contents, origin: str | None, mode: Mode, expected: Source, tmp_path: Path) -> None:
-    steps = explain(SHAPE, M, contents, mode, files(origin, tmp_path))
+    steps = explain(SHAPE, M, contents, Manner(mode), files(origin, tmp_path))
     found = answer(steps)
     assert found is not None
     assert found.source == expected
@@ -78,7 +78,7 @@ def test_who_answers(contents: Contents, origin: str | None, mode: Mode, expecte
 def test_one_answer_and_what_stands_behind_it(
     contents: Contents, origin: str | None, mode: Mode, tmp_path: Path
 ) -> None:
-    steps = explain(SHAPE, M, contents, mode, files(origin, tmp_path))
+    steps = explain(SHAPE, M, contents, Manner(mode), files(origin, tmp_path))
     assert [s.standing for s in steps].count("answers") == 1
     assert len({s.source for s in steps}) == len(steps) == 6
     for before, after in itertools.pairwise([s for s in steps if s.pair is not None]):
@@ -86,8 +86,60 @@ def test_one_answer_and_what_stands_behind_it(
         assert steps.index(before) < steps.index(after)
 
 
+@pytest.mark.parametrize(
+    ("manner", "contents", "says"),
+    [
+        pytest.param(Manner(level="off"), stored("learned"), "switched off", id="switched off"),
+        pytest.param(Manner(level="off"), pinned(stored("learned")), "switched off", id="a pin, switched off"),
+        pytest.param(Manner("off"), stored("learned"), "mode off", id="mode off"),
+        pytest.param(Manner(bit_equal=True), stored("learned"), "BIT_EQUAL", id="not SGLang's own bits"),
+        pytest.param(Manner(), stored("imported"), "raced first", id="imported"),
+        pytest.param(Manner(), stored("replayed"), "recording", id="replayed"),
+        pytest.param(Manner(deterministic=True), stored("learned"), "deterministic", id="deterministic"),
+        pytest.param(Manner(), stored("learned", baseline=FILE), "another now", id="SGLang's answer has changed"),
+        pytest.param(
+            Manner(),
+            msgspec.structs.replace(
+                pinned(stored("learned")), environment=msgspec.structs.replace(v.H200, shared_memory_bytes=1024)
+            ),
+            "a block may use 1024",
+            id="a pin that cannot be launched",
+        ),
+    ],
+)
+def test_what_keeps_a_row_back_is_said_and_it_does_not_answer(manner: Manner, contents: Contents, says: str) -> None:
+    kept = kept_back(SHAPE, M, contents, manner, Files(readable=True))
+    assert says in kept
+    steps = explain(SHAPE, M, contents, manner, Files(readable=True))
+    assert all(s.standing != "answers" and s.pair is None for s in steps if s.source in {"learned", "pinned"}) or (
+        manner.deterministic
+    )
+
+
+@pytest.mark.parametrize("manner", [Manner(), Manner(level="rows"), Manner("read-only"), Manner("all")])
+def test_a_row_that_is_served_is_kept_back_by_nothing(manner: Manner) -> None:
+    for contents in (stored("learned"), pinned(stored("learned")), stored("learned", "baseline"), stored(None)):
+        assert kept_back(SHAPE, M, contents, manner, Files(readable=True)) == ""
+
+
+def test_an_exact_file_keeps_a_row_back_but_for_mode_all(tmp_path: Path) -> None:
+    contents, found = stored("learned", baseline=FILE), files("exact", tmp_path)
+    assert "SGLang's own file" in kept_back(SHAPE, M, contents, Manner(), found)
+    assert kept_back(SHAPE, M, contents, Manner("all"), found) == ""
+
+
+def test_where_all_is_off_sglangs_own_answer_is_not_made_to_fit() -> None:
+    own = ConfigPair(*[KernelConfig(128, 256, 128, 1, 8, 4)] * 2)
+    small = msgspec.structs.replace(v.H200, shared_memory_bytes=101_376)
+    contents = v.contents(ShapeNote(SHAPE, {M: FILE}, unfit={M: own}), environment=small)
+    for manner, pair in ((Manner(), FILE), (Manner(level="off"), own)):
+        found = answer(explain(SHAPE, M, contents, manner, Files(readable=True)))
+        assert found is not None
+        assert found.pair == pair
+
+
 def test_c28_deterministic_inference_is_asked_before_all() -> None:
-    steps = explain(SHAPE, M, pinned(stored("learned")), "miss", Files(readable=True), deterministic=True)
+    steps = explain(SHAPE, M, pinned(stored("learned")), Manner(deterministic=True), Files(readable=True))
     found = answer(steps)
     assert found is not None
     assert (found.source, found.pair) == ("override", None)
@@ -97,15 +149,15 @@ def test_c28_deterministic_inference_is_asked_before_all() -> None:
 @pytest.mark.parametrize(("origin", "source"), [("exact", "exact file"), ("fallback", "fallback file")])
 def test_without_sglang_the_note_says_what_a_server_saw(origin: Any, source: str) -> None:
     seen = ShapeNote(SHAPE, {M: FILE}, origin=origin)
-    found = answer(explain(SHAPE, M, v.contents(seen), "miss", Files(readable=False)))
+    found = answer(explain(SHAPE, M, v.contents(seen), Manner(), Files(readable=False)))
     assert found is not None
     assert (found.source, found.pair) == (source, FILE)
-    assert answer(explain(SHAPE, 7, v.contents(seen), "miss", Files(readable=False))) is None
+    assert answer(explain(SHAPE, 7, v.contents(seen), Manner(), Files(readable=False))) is None
 
 
 def test_c08_a_row_of_another_m_is_named_and_no_answer() -> None:
     contents = v.contents(v.record(128), v.note(None, 1, M))
-    steps = explain(SHAPE, M, contents, "miss", Files(readable=True))
+    steps = explain(SHAPE, M, contents, Manner(), Files(readable=True))
     (learned,) = (s for s in steps if s.source == "learned")
     assert (learned.standing, learned.pair) == ("no", None)
     assert "own M only, and those are 128" in learned.says
@@ -116,7 +168,7 @@ def test_what_is_not_legal_is_never_the_answer() -> None:
     fp8 = v.shape(dtype="fp8_w8a8", block_shape=(128, 128))
     bad = ConfigPair(*[KernelConfig(16, 64, 256, 1, 4, 3)] * 2)
     contents = v.contents(v.record(M, fp8, pair=bad), ShapeNote(fp8, {M: v.heuristic(M)}))
-    steps = explain(fp8, M, contents, "miss", Files(readable=True))
+    steps = explain(fp8, M, contents, Manner(), Files(readable=True))
     assert any("BLOCK_SIZE_K=256" in s.says for s in steps)
     assert all(s.pair != bad for s in steps)
 
@@ -167,7 +219,7 @@ def test_c10_the_nearest_row_is_served_and_named(tmp_path: Path) -> None:
         found = ask(tmp_path, m)
         assert found is not None
         assert found.key == key
-    steps = explain(SHAPE, 1, v.contents(SEEN), "miss", Files(readable=True, answer=ask(tmp_path, 1)))
+    steps = explain(SHAPE, 1, v.contents(SEEN), Manner(), Files(readable=True, answer=ask(tmp_path, 1)))
     assert any("extrapolated from M=96" in s.says for s in steps)
 
 

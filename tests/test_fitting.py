@@ -13,8 +13,9 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from sglang_moe_autotune.config_folder import StockAnswer
-from sglang_moe_autotune.explain import Files, explain
-from sglang_moe_autotune.fitting import Limit, fit, is_amd, limit_of
+from sglang_moe_autotune.explain import Files, Manner, explain
+from sglang_moe_autotune.fitting import Limit, fit, is_amd, limit_of, unfit
+from sglang_moe_autotune.imports import from_pairs
 from sglang_moe_autotune.lookup import CallKey, Lookup
 from sglang_moe_autotune.records import ShapeNote, merge
 from sglang_moe_autotune.search_space import illegal
@@ -55,6 +56,19 @@ def test_c03_every_m_gets_a_config_that_fits(m: int, limit: Limit) -> None:
     assert limit.holds(served.up, PER_CHANNEL)
     assert limit.holds(served.down, PER_CHANNEL)
     assert (served == heuristic(m)) == (m <= 128 and limit is ADA)  # 73,728 bytes fit the one, and not the other
+
+
+def test_what_a_user_pins_is_held_to_the_limit_that_a_server_holds_rows_to() -> None:
+    """On gfx950 every stage counts: two thirds of this config's need said that it fits."""
+    gfx950 = msgspec.structs.replace(
+        v.H200, device_name="AMD Instinct MI355X", capability=(9, 5), shared_memory_bytes=163_840
+    )
+    shape, config = MoeShape((32, 2048, 4096), (32, 4096, 1024), 4), KernelConfig(256, 256, 64, 1, 8, 3)
+    pair, limit = ConfigPair(config, config), limit_of(gfx950)
+    assert not limit.holds(config, shape)
+    assert "a block may use 163840" in (unfit(pair, shape, limit) or "")
+    assert from_pairs({64: pair}, shape, gfx950).records == ()
+    assert unfit(pair, shape, Limit(0)) is None
 
 
 def test_where_stages_are_not_enough_tiles_are_halved_and_the_shared_rows_last() -> None:
@@ -181,7 +195,7 @@ def test_explain_says_that_it_was_made_to_fit_and_the_note_survives_a_merge() ->
     assert fitted is not None
     note = ShapeNote(PER_CHANNEL, {129: fitted}, unfit={129: heuristic(129)})
     contents = merge(v.contents(note), v.contents(ShapeNote(PER_CHANNEL)))
-    step = explain(PER_CHANNEL, 129, contents, "miss", Files(readable=True))[-1]
+    step = explain(PER_CHANNEL, 129, contents, Manner(), Files(readable=True))[-1]
     assert step.pair == fitted
     assert "cannot launch SGLang's own 128x256x128 g32 w8 s4" in step.says
 
@@ -189,7 +203,7 @@ def test_explain_says_that_it_was_made_to_fit_and_the_note_survives_a_merge() ->
 def test_explain_says_it_of_a_files_row_too() -> None:
     ada = msgspec.structs.replace(v.H200, device_name="NVIDIA L40S", shared_memory_bytes=101_376)
     found = StockAnswer("exact", Path("file.json"), 129, heuristic(129))
-    steps = explain(PER_CHANNEL, 129, v.contents(environment=ada), "miss", Files(readable=True, answer=found))
+    steps = explain(PER_CHANNEL, 129, v.contents(environment=ada), Manner(), Files(readable=True, answer=found))
     (step,) = [step for step in steps if step.standing == "answers"]
     assert step.source == "exact file"
     assert step.pair == fit(heuristic(129), PER_CHANNEL, ADA)

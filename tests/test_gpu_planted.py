@@ -21,7 +21,7 @@ from sglang_moe_autotune import trials
 from sglang_moe_autotune.quarantine import Quarantine
 from sglang_moe_autotune.shapes import ConfigPair, KernelConfig
 from sglang_moe_autotune.store import Store
-from sglang_moe_autotune.tuner import Tried
+from sglang_moe_autotune.tried import Tried
 
 WRONG = KernelConfig(16, 64, 64, gpu_planted.WRONG, 4, 3)
 SLOW = KernelConfig(16, gpu_planted.SLOW_WIDTH, 64, gpu_planted.SLOW, 4, 3)

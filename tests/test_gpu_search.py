@@ -29,7 +29,7 @@ from sglang_moe_autotune.errand import shape_of_fields
 from sglang_moe_autotune.records import Evidence, Record
 from sglang_moe_autotune.replay import ReplayProvider
 from sglang_moe_autotune.shapes import ConfigPair
-from sglang_moe_autotune.tuner import Tried
+from sglang_moe_autotune.tried import Tried
 
 PATH = landscape.shipped()[0]
 RECORDED = landscape.load(PATH)

@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 import pytest
-from record_values import H200, record, shape
+from record_values import H200, pair, record, shape
 
 from sglang_moe_autotune.harvest import Harvest
 from sglang_moe_autotune.layers import call_key
 from sglang_moe_autotune.lookup import Lookup
+from sglang_moe_autotune.records import pin, succeeding
 from sglang_moe_autotune.store import Store
 
 if TYPE_CHECKING:
@@ -47,7 +48,7 @@ def test_a_row_is_served_until_a_further_look_finds_sglangs_own_config_faster() 
     first = found("faster", 48)
     bed.harvest.learned(first)
     assert bed.served == first.pair
-    bed.harvest.learned(found("baseline", 120))
+    bed.harvest.learned(succeeding(found("baseline", 12), first))
     assert bed.served is None
     assert bed.store.contents.records[SHAPE, 64].verdict == "baseline"
 
@@ -65,3 +66,19 @@ def test_with_ranks_no_rank_changes_its_table_alone() -> None:
     bed.harvest.peers = SimpleNamespace(learned=lambda _: False, place=SimpleNamespace(ranks=2))  # type: ignore[assignment]
     bed.harvest.learned(found("baseline", 120))
     assert bed.served is not None
+
+
+def test_a_pair_that_a_user_pinned_is_not_taken_back() -> None:
+    bed = Bed()
+    bed.store.submit(record=pin(bed.store.contents, SHAPE, 64, pair(16)).records[SHAPE, 64])
+    bed.lookup.publish([(call_key(SHAPE), 64, pair(16))])
+    bed.harvest.learned(found("baseline", 120))
+    assert bed.served == pair(16)
+
+
+def test_another_pair_of_the_same_gain_is_served_all_the_same() -> None:
+    bed = Bed()
+    bed.harvest.learned(found("faster", 48))
+    other = msgspec.structs.replace(found("faster", 96), pair=pair(64))
+    bed.harvest.learned(other)
+    assert bed.served == pair(64)

@@ -11,7 +11,7 @@ import record_values as v
 
 from sglang_moe_autotune.agenda import Agenda
 from sglang_moe_autotune.experience import Experience
-from sglang_moe_autotune.imports import ConfigTable, from_tables, matching, read_table, shape_of
+from sglang_moe_autotune.imports import ConfigTable, from_tables, matching, read_table
 from sglang_moe_autotune.records import Record, merge
 from sglang_moe_autotune.search_space import full_space
 from sglang_moe_autotune.sglang_json import FileName, encode, file_name, parse_name
@@ -133,13 +133,6 @@ def test_both_gemms_get_the_block_m_of_the_up_file() -> None:
 @pytest.mark.parametrize("key", ["SPLIT_K", "USE_TMA"])
 def test_keys_that_say_the_default_are_dropped(key: str) -> None:
     assert table(file_name(v.shape(), "B"), {"64": {**ROW, key: 1}}).rows == {64: CONFIG}
-
-
-def test_a_name_can_be_a_shape() -> None:
-    for shape in (v.shape(), FP8, CHANNEL, v.shape(activation_dtype="float16")):
-        assert shape_of(shape.slug) == shape
-    for slug in (INT4.slug, v.shape(ep=True).slug, "E128", "", f"{v.shape().slug}-bias"):
-        assert shape_of(slug) is None
 
 
 def test_an_imported_record_is_never_taken_for_sglangs_answer() -> None:

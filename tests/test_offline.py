@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import record_values as v
 from offline_worker import MS, OTHER, REFUSED, SHAPE, Recordings
 from record_values import H200
 from synthetic import unbeatable
@@ -13,6 +14,7 @@ from sglang_moe_autotune import errand, store
 from sglang_moe_autotune.errand import Ended, Errand, Item, Learned, Passed, Ready, Step, Verified
 from sglang_moe_autotune.offline import Outing
 from sglang_moe_autotune.records import ShapeNote, pin
+from sglang_moe_autotune.store import Store
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -25,6 +27,7 @@ def go(
     root: Path | None,
     work: errand.Work,
     *items: Item,
+    bit_equal: bool = False,
     on: Recordings | None = None,
     until: Callable[[list[Any]], bool] = lambda _told: False,
     budget_s: float | None = None,
@@ -32,7 +35,7 @@ def go(
 ) -> list[Any]:
     """Run an errand here; what was told. ``until``: when to stop it."""
     told: list[Any] = []
-    order = Errand(work, items, None if root is None else str(root), budget_s)
+    order = Errand(work, items, None if root is None else str(root), budget_s, bit_equal=bit_equal)
     extra = {} if clock is None else {"clock": clock}
     Outing(order, (on or Recordings()).machine(), told.append, lambda: until(told), **extra).run()
     return [errand.decode_told(errand.encode(one)) for one in told]
@@ -65,6 +68,33 @@ def test_what_is_settled_is_not_measured_again(autotune_folder: Path) -> None:
     assert [one.M for one in of(told, Passed) if one.settled] == list(MS[:2])
     assert {m for _, m in machine.opened} == {MS[2]}
     assert machine.loaded == [SHAPE]
+
+
+def test_under_bit_equal_a_row_that_is_not_proven_is_searched_again_once(autotune_folder: Path) -> None:
+    rounded = Recordings()
+    rounded.error = 0.003
+    go(autotune_folder, "tune", Item(SHAPE, MS), on=rounded)
+    unproven = {m for (_, m), r in stored(autotune_folder).records.items() if r.verdict == "faster"}
+    assert unproven
+    exact = Recordings()
+    told = go(autotune_folder, "tune", Item(SHAPE, MS), on=exact, bit_equal=True)
+    assert {one.M for one in of(told, Passed) if one.settled} == set(MS) - unproven
+    assert {m for _, m in exact.opened} == unproven
+    records = stored(autotune_folder).records.values()
+    assert all(r.verdict == "baseline" or r.evidence.max_error == 0.0 for r in records)
+    again = Recordings()
+    go(autotune_folder, "tune", Item(SHAPE, MS), on=again, bit_equal=True)
+    assert again.opened == []
+
+
+def test_a_row_that_is_only_a_candidate_is_searched(autotune_folder: Path) -> None:
+    (baseline,) = {Recordings().baseline(SHAPE, MS[0])}
+    assert baseline is not None
+    kept = Store.open(autotune_folder, H200)
+    kept.submit(record=v.record(MS[0], SHAPE, baseline=baseline, source="imported"))
+    assert kept.close(5)
+    told = go(autotune_folder, "tune", Item(SHAPE, MS[:1]))
+    assert [one.record.M for one in of(told, Learned)][:1] == [MS[0]]
 
 
 def test_a_shape_that_is_settled_costs_no_weights(autotune_folder: Path) -> None:

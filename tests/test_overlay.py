@@ -7,17 +7,30 @@ import pytest
 
 pytest.importorskip("torch")
 
+from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
-from made_up_store import MANY, record
+from made_up_store import H200, HEURISTIC, MANY, WINNER, record
 
+from sglang_moe_autotune import releases
 from sglang_moe_autotune.bench import Comparison
+from sglang_moe_autotune.config_folder import StockAnswer
 from sglang_moe_autotune.decision import Estimate
+from sglang_moe_autotune.device import Device
+from sglang_moe_autotune.explain import Files, Manner, kept_back
 from sglang_moe_autotune.job import Outcome
 from sglang_moe_autotune.overlay import Overlay
+from sglang_moe_autotune.records import Contents, ShapeNote
+from sglang_moe_autotune.shapes import ConfigPair, KernelConfig
 
 if TYPE_CHECKING:
-    from sglang_moe_autotune.records import Evidence, Record
+    from sglang_moe_autotune.records import Environment, Evidence, Origin, Record
+    from sglang_moe_autotune.settings import Mode
+
+SMALL = msgspec.structs.replace(
+    H200, device_name="AMD Instinct MI355X", capability=(9, 5), shared_memory_bytes=163_840
+)
 
 
 def row(error: float | None, source: str = "learned", chosen_us: float = 300.0) -> Record:
@@ -48,3 +61,35 @@ def test_a_pair_that_was_compared_with_a_learned_one_has_the_errors_of_both() ->
     found: Evidence = outcome.evidence(1.0, before)
     assert found.max_error == 0.004
     assert outcome.evidence(1.0, None).max_error == 0.0
+
+
+@pytest.mark.parametrize("origin", ["miss", "exact"])
+@pytest.mark.parametrize("mode", ["miss", "all"])
+@pytest.mark.parametrize("bit_equal", [False, True])
+@pytest.mark.parametrize("device", [H200, SMALL], ids=lambda about: about.device_name)
+def test_the_shell_says_of_every_row_what_a_server_does(
+    origin: Origin, mode: Mode, bit_equal: bool, device: Environment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for change in (
+        {},
+        {"source": "imported"},
+        {"source": "replayed"},
+        {"source": "pinned"},
+        {"baseline": WINNER},
+        {"pair": ConfigPair(*[KernelConfig(256, 256, 64, 1, 8, 3)] * 2)},
+        {"pair": ConfigPair(*[KernelConfig(48, 64, 64, 1, 8, 3)] * 2), "source": "pinned"},
+    ):
+        for error in (0.0, 0.004):
+            found = msgspec.structs.replace(row(error), **change)
+            overlay = Overlay(mode, bit_equal=bit_equal)
+            overlay.begin(Device(device, SimpleNamespace()))  # type: ignore[arg-type]
+            monkeypatch.setattr(releases, "origin", lambda _: origin)
+            monkeypatch.setattr(releases, "ask_stock", lambda *_: HEURISTIC.up.to_dict())
+            contents = Contents(device, {(found.shape, found.M): found})
+            if origin == "miss":
+                contents.notes[found.shape] = ShapeNote(found.shape, {found.M: HEURISTIC})
+                files = Files(readable=True)
+            else:
+                files = Files(readable=True, answer=StockAnswer(origin, Path("f.json"), found.M, HEURISTIC))
+            told = kept_back(found.shape, found.M, contents, Manner(mode, bit_equal=bit_equal), files)
+            assert overlay.may_serve(found) == (told == ""), (change, error, told)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import pytest
@@ -21,6 +21,7 @@ from sglang_moe_autotune.records import (
     generation,
     merge,
     pin,
+    succeeding,
     with_changes,
 )
 from sglang_moe_autotune.validity import problem
@@ -62,6 +63,10 @@ def _evidence(samples: int, gain_low: float) -> dict[str, object]:
     return {"evidence": msgspec.structs.replace(v.record().evidence, samples=samples, gain_low=gain_low)}
 
 
+def _tie(**changes: Any) -> Record:
+    return v.record(verdict="baseline", pair=v.heuristic(64), **changes)
+
+
 @pytest.mark.parametrize(
     ("winner", "loser"),
     [
@@ -72,19 +77,45 @@ def _evidence(samples: int, gain_low: float) -> dict[str, object]:
         pytest.param(
             v.record(samples=1, source="imported"), v.record(samples=999, source="replayed"), id="replayed is the last"
         ),
-        pytest.param(v.record(**_evidence(41, 0.01)), v.record(**_evidence(40, 0.09)), id="more samples"),
-        pytest.param(v.record(**_evidence(40, 0.09)), v.record(**_evidence(40, 0.01)), id="larger gain_low"),
-        pytest.param(
-            v.record(samples=41, verdict="baseline", pair=v.heuristic(64)),
-            v.record(samples=40),
-            id="taken back",
-        ),
+        pytest.param(v.record(**_evidence(48, 0.18)), v.record(**_evidence(72, 0.01)), id="larger gain_low"),
+        pytest.param(v.record(**_evidence(41, 0.09)), v.record(**_evidence(40, 0.09)), id="then more samples"),
+        pytest.param(v.record(samples=48), _tie(samples=400), id="a faster row beats a tie that took more samples"),
+        pytest.param(_tie(samples=41), _tie(samples=40), id="of two ties more samples"),
+        pytest.param(_tie(revision=1, samples=1), v.record(samples=999, revision=0), id="a later revision"),
+        pytest.param(v.record(source="pinned"), v.record(revision=9), id="pinned beats any revision"),
+        pytest.param(v.record(generation=1), v.record(revision=9), id="a later decision beats any revision"),
     ],
 )
 def test_one_of_two_records_for_a_shape_and_m(winner: Record, loser: Record) -> None:
     key = (winner.shape, winner.M)
     for first, second in ((winner, loser), (loser, winner)):
         assert merge(v.contents(first), v.contents(second)).records == {key: winner}
+
+
+@s.QUICK
+@given(s.records, s.records, s.documents())
+def test_what_was_measured_again_replaces_what_it_knew_in_every_copy(
+    earlier: Record, made: Record, other: Contents
+) -> None:
+    key = (earlier.shape, earlier.M)
+    earlier = msgspec.structs.replace(earlier, source="learned")
+    made = msgspec.structs.replace(made, shape=key[0], M=key[1], source="learned", generation=earlier.generation)
+    after = succeeding(made, earlier)
+    assert merge(v.contents(earlier), v.contents(after)).records[key] == after
+    assert succeeding(made, None) == made
+    both = merge(v.contents(earlier), other)
+    assert merge(both, v.contents(after)).records.get(key) != earlier
+
+
+def test_what_only_confirms_keeps_its_revision_so_that_a_better_row_of_another_host_still_wins() -> None:
+    first, again = v.record(**_evidence(48, 0.05)), v.record(**_evidence(60, 0.05))
+    assert succeeding(again, first) == again
+    better = v.record(pair=v.pair(16), **_evidence(48, 0.2))
+    assert merge(v.contents(succeeding(again, first)), v.contents(better)).records == {KEY: better}
+    moved = v.record(baseline=v.pair(16), **_evidence(99, 0.3))
+    assert succeeding(moved, first).revision == 1, "measured against another answer of SGLang's"
+    assert succeeding(_tie(samples=999), first).revision == 1
+    assert succeeding(again, v.record(source="imported", revision=3)) == again
 
 
 KEY = (v.shape(), 64)

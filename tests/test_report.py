@@ -26,7 +26,7 @@ from sglang_moe_autotune.records import Evidence
 from sglang_moe_autotune.report import page
 from sglang_moe_autotune.shapes import GEMMS, KernelConfig
 from sglang_moe_autotune.trials import TrialLog
-from sglang_moe_autotune.tuner import Tried
+from sglang_moe_autotune.tried import Tried
 
 if TYPE_CHECKING:
     from pathlib import Path

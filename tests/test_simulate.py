@@ -172,7 +172,7 @@ def odd(**changes: object) -> Landscape:
         ),
         pytest.param(
             {
-                "up_us": {"4": {"0": 1e-3, "1": 2e-3}}, "down_us": {"4": {"0": 1e-3, "1": 2e-3}},
+                "up_us": {"4": {"0": 2e-3, "1": 1e-3}}, "down_us": {"4": {"0": 2e-3, "1": 1e-3}},
             },
             0.0,
             id="nearly-no-time",

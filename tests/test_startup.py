@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import record_values as v
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -17,7 +18,10 @@ if TYPE_CHECKING:
 
 pytest.importorskip("torch")
 
-from sglang_moe_autotune import releases
+from sglang_moe_autotune import releases, startup
+from sglang_moe_autotune.fitting import Limit, fit
+from sglang_moe_autotune.overlay import Overlay
+from sglang_moe_autotune.shapes import ConfigPair, KernelConfig
 from sglang_moe_autotune.startup import in_turn, tune
 
 SIZES = st.lists(st.integers(1, 500), max_size=20)
@@ -39,6 +43,25 @@ def test_several_ranks_have_no_window(monkeypatch: pytest.MonkeyPatch) -> None:
     tune(serving, SimpleNamespace(server_args=SimpleNamespace(tp_size=2)))
     with pytest.raises(pytest.fail.Exception):
         tune(serving, SimpleNamespace(server_args=SimpleNamespace(tp_size=1)))
+
+
+def test_the_window_measures_against_what_is_served_where_sglangs_own_cannot_be_launched(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    shape, large = v.shape(), KernelConfig(128, 256, 128, 1, 8, 4)
+    limit = Limit(101_376)
+    monkeypatch.setattr(releases, "ask_stock", lambda *_: large.to_dict())
+    overlay: Any = Overlay("all")
+    overlay.fit_to(limit)
+    overlay.layers, overlay.shape_of = SimpleNamespace(keys=["call"]), lambda _: shape
+    added: list[Any] = []
+    tuner: Any = SimpleNamespace(add=lambda *row: added.append(row), snapshot=lambda: SimpleNamespace(queue=added))
+    serving: Any = SimpleNamespace(overlay=overlay, settings=SimpleNamespace(max_m=4096))
+    assert startup._queue(serving, tuner, [64, 8192]) == 1
+    ((_, m, baseline),) = added
+    assert m == 64
+    assert baseline == fit(ConfigPair(large, large), shape, limit)
+    assert limit.holds(baseline.up, shape)
 
 
 GRAPHS = SimpleNamespace(decode=SimpleNamespace(bs=[4, 1, 2]), prefill=SimpleNamespace(bs=[64, 32]))

@@ -26,7 +26,7 @@ from sglang_moe_autotune.trials import (
     merged,
     read,
 )
-from sglang_moe_autotune.tuner import Tried
+from sglang_moe_autotune.tried import Tried
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -9,21 +9,25 @@ import effort
 import msgspec
 import pytest
 import synthetic
+from record_values import H200
 
 from sglang_moe_autotune import noise
 from sglang_moe_autotune.agenda import FINISHED_LOOKS
 from sglang_moe_autotune.bench import Bench, Comparison, Declined
 from sglang_moe_autotune.experience import Trial
-from sglang_moe_autotune.records import Evidence, Record
+from sglang_moe_autotune.records import Contents, Evidence, Record, merge
 from sglang_moe_autotune.replay import ReplayProvider
 from sglang_moe_autotune.search import SearchOptions
-from sglang_moe_autotune.tuner import Step, Tried, Tuner, TunerOptions
+from sglang_moe_autotune.search_space import filled
+from sglang_moe_autotune.shapes import ConfigPair
+from sglang_moe_autotune.tuner import Step, Tuner, TunerOptions
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from sglang_moe_autotune.landscape import Landscape
-    from sglang_moe_autotune.shapes import ConfigPair, MoeShape
+    from sglang_moe_autotune.shapes import MoeShape
+    from sglang_moe_autotune.tried import Tried
 
 LANDSCAPE = synthetic.landscape(ms=(3, 12, 24, 512), ruggedness=0.02)  # C34: M of speculative decoding, too
 SHAPE = LANDSCAPE.shape
@@ -366,7 +370,7 @@ def test_a_second_look_finds_what_other_m_found_and_adds_up_the_gains() -> None:
     for record in again:
         first = one[record.M]
         assert LANDSCAPE.pair_us(record.M, record.pair) <= LANDSCAPE.pair_us(record.M, first.pair)
-        assert record.evidence.samples > first.evidence.samples  # so that a merge of records keeps the later one
+        assert record.evidence.samples > first.evidence.samples
         baseline = LANDSCAPE.baselines[record.M]
         truth = 1 - LANDSCAPE.pair_us(record.M, record.pair) / (baseline.up_us + baseline.down_us)
         assert record.evidence.gain == pytest.approx(truth, abs=0.02)
@@ -399,6 +403,25 @@ def test_what_a_pair_leaves_as_it_was_is_neither_compared_nor_timed_again() -> N
     assert any(len(changed) == 1 for changed, _ in found)
     for changed, launched in found:
         assert launched == changed
+
+
+def test_a_winner_that_a_further_look_finds_slower_than_sglangs_own_is_given_up_for_all_copies() -> None:
+    own = LANDSCAPE.baselines[12].pair
+    spelt_out, slow = filled(own.up), LANDSCAPE.best(12)[0].up
+    assert spelt_out != own.up
+    few = synthetic.mapped(LANDSCAPE, lambda _m, _gemm, row: {spelt_out: row[spelt_out], slow: 3 * row[spelt_out]})
+    few = msgspec.structs.replace(few, candidates=tuple(c for c in LANDSCAPE.candidates if c in {spelt_out, slow}))
+    evidence = msgspec.structs.replace(stored(12).evidence, looks=FINISHED_LOOKS - 1)
+    before = stored(12, pair=ConfigPair(slow, slow), evidence=evidence)
+    bed = Bed(Watched(few), TunerOptions(search=FEW))
+    bed.tuner.learn(before)
+    (after,) = bed.add(12).finish()
+    assert (after.verdict, after.pair) == ("baseline", own), "not SGLang's own config under another spelling"
+    found = after.evidence
+    assert (found.gain, found.gain_low, found.gain_high, found.max_error) == (0.0, 0.0, 0.0, None)
+    assert found.chosen_us == found.baseline_us
+    first, second = (Contents(H200, {(SHAPE, 12): record}) for record in (before, after))
+    assert merge(first, second).records[SHAPE, 12] == after
 
 
 # -- trouble -----------------------------------------------------------------------------------------------------------
@@ -654,13 +677,14 @@ def test_a_stored_winner_races_first_at_another_m() -> None:
 
 @pytest.mark.parametrize(("source", "tuned"), [("learned", True), ("imported", True), ("pinned", False)])
 def test_a_record_against_another_baseline_is_tuned_again_unless_pinned(source: str, tuned: bool) -> None:
-    bed = Bed()
+    bed = Bed(options=TunerOptions(search=FEW))
     bed.tuner.learn(stored(12, baseline=LANDSCAPE.best(512)[0], source=source))
     bed.add(12).finish()
     assert (12 in last(bed.records)) == tuned
     if tuned:
-        # The store keeps the record with more samples.
-        assert last(bed.records)[12].evidence.samples > stored(12).evidence.samples
+        both = (stored(12, baseline=LANDSCAPE.best(512)[0], source=source), last(bed.records)[12])
+        first, second = (Contents(H200, {(SHAPE, 12): record}) for record in both)
+        assert merge(first, second).records[SHAPE, 12] == both[1]
 
 
 def test_c23_what_another_process_decided_in_the_meantime_is_taken_over() -> None:

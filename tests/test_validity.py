@@ -59,7 +59,7 @@ def test_a_note_counts_tokens_from_one() -> None:
 
 
 _NUMBERS = (-1, -0.5, 0, 1, 1e300, 1 << 60, math.nan, math.inf, -math.inf)
-_FIGURES = (*Evidence.__struct_fields__, "M", "generation", "unix_s")
+_FIGURES = (*Evidence.__struct_fields__, "M", "generation", "revision", "unix_s")
 
 
 @pytest.mark.parametrize(
