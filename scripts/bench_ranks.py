@@ -242,6 +242,7 @@ class Rank:
             return
         if len(peers.ranks._open) >= 4 or self.proposed >= 4 * self.plan.epochs:
             return
+        from sglang_moe_autotune.bench import COMPARE_CASES
         from sglang_moe_autotune.records import Evidence, Record
 
         self.proposed += 1
@@ -254,7 +255,8 @@ class Rank:
         gain = 1 - best_us / us
         if pair == baseline or gain < 0.002:
             return
-        evidence = Evidence(us, best_us, gain, gain / 2, gain * 1.5, 24, 5, 0.001)
+        runs = COMPARE_CASES * self.provider.share.runs
+        evidence = Evidence(us, best_us, gain, gain / 2, gain * 1.5, 24, 5, 0.001, runs=runs)
         record = Record(self.landscape.shape, M, "faster", pair, baseline, evidence, "replayed")
         self._timed(lambda: self.serving._learned(record))
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from sglang_moe_autotune import pace, releases
+from sglang_moe_autotune.bench import Share
 from sglang_moe_autotune.checks import Checks
 from sglang_moe_autotune.council import Place, Present
 from sglang_moe_autotune.experience import octaves
@@ -63,6 +64,7 @@ class Peers:
         assert overlay.source is not None  # noqa: S101 - set with the device that the tuner has
         self._source = overlay.source
         votes.rank, votes.ranks = place.rank, place.ranks
+        provider.share = Share(place.rank, place.ranks)
         min_gain = settings.min_gain_percent / 100
         self.ranks = Ranks(store, place, self._source, min_gain, self._servable, clock)
         self.checks = Checks(provider, self._found, clock, pace.longest_launch_us(settings.slice_us))

@@ -54,6 +54,8 @@ class Evidence(msgspec.Struct, frozen=True, gc=False):
     tolerance: float | None = None
     looks: int = 0
     """searches that this M had: after less than three a restarted server goes on with the next; 0: not said"""
+    runs: int = 0
+    """launches of each GEMM whose output was compared, all ranks of the server together; 0: not said, or baseline"""
 
 
 class Record(msgspec.Struct, frozen=True, gc=False):

@@ -25,6 +25,7 @@ class WarmProvider:
     def __init__(self, inner: DeviceProvider) -> None:
         self.inner = inner
         self.compiler = inner.compiler
+        self.share = inner.share
         self._warm: set[tuple[MoeShape, int, ConfigPair]] = set()
 
     def open(self, shape: MoeShape, M: int, baseline: ConfigPair) -> Bench | str:  # noqa: N803

@@ -11,6 +11,7 @@ from record_values import H200, pair, record
 
 from sglang_moe_autotune import absence, accord
 from sglang_moe_autotune.accord import Finding, propose
+from sglang_moe_autotune.bench import COMPARE_RUNS
 from sglang_moe_autotune.board import Board, sweep
 from sglang_moe_autotune.council import Council, Place, Present
 from sglang_moe_autotune.post import Post, server_name
@@ -48,7 +49,7 @@ class Seats:
 
     def answer(self, rank: int, outcome: accord.Outcome = "holds", gain: float = 0.08) -> None:
         for proposal in self.all[rank].asked:
-            self.all[rank].note(Finding(proposal.id, outcome, gain, gain / 2, gain * 2, 24))
+            self.all[rank].note(Finding(proposal.id, outcome, gain, gain / 2, gain * 2, 24, runs=COMPARE_RUNS))
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import pytest
@@ -11,7 +11,9 @@ import pytest
 pytest.importorskip("torch")
 from shared_tuning import MS, recorded, server, tune
 
+from sglang_moe_autotune.bench import COMPARE_CASES, Share
 from sglang_moe_autotune.records import Evidence, Record
+from sglang_moe_autotune.replay import ReplayBench
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
     from shared_tuning import SharedRank
 
     from sglang_moe_autotune.landscape import Landscape
+    from sglang_moe_autotune.shapes import ConfigPair
 
 RECORDED = recorded()
 
@@ -54,10 +57,36 @@ def test_ranks_share_the_work_and_end_with_one_table(
     assert all(rank.rows == group[0].rows for rank in group)
     assert {rank.peers.epoch for rank in group} == {group[0].peers.ranks.table.epoch}
     assert not any(rank.peers.ranks.waits for rank in group)
+    share = COMPARE_CASES * Share(0, ranks).runs
+    assert {row.evidence.runs for row in group[0].peers.ranks.table.rows if row.verdict == "faster"} == {ranks * share}
     for rank in group:
         assert set(rank.rows.items()) <= {(M, pair) for _, M, pair in rank.adopted}  # what graphs may hold
         for M, served in rank.rows.items():  # noqa: N806 - never slower, whoever found it
             assert RECORDED.pair_us(M, served) < RECORDED.pair_us(M, RECORDED.baselines[M].pair)
+
+
+def test_what_computes_something_else_on_one_rank_alone_is_served_on_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rank that proposes it made its own share of the runs only, and saw nothing."""
+    group = server(monkeypatch, tmp_path, 2, RECORDED)
+    compare, refused = ReplayBench.compare, set()
+
+    def differs(bench: Any, pair: ConfigPair, case: int) -> Any:
+        found = compare(bench, pair, case)
+        if bench._provider is group[1].provider and pair.up.BLOCK_SIZE_N >= 128 and case == 3:
+            refused.add(pair)
+            return found._replace(ok=False, error=1.0)
+        return found
+
+    monkeypatch.setattr(ReplayBench, "compare", differs)
+    for rank in group:
+        rank.add(MS[::3])
+    tune(group)
+    assert refused
+    assert group[0].rows == group[1].rows != {}
+    assert all(pair.up.BLOCK_SIZE_N < 128 for pair in group[0].rows.values())
+    assert not refused & {row.pair for row in group[0].store.contents.records.values() if row.source == "learned"}
 
 
 def test_two_servers_that_share_a_folder_do_not_repeat_each_others_work(
@@ -131,7 +160,8 @@ def test_a_further_look_that_finds_nothing_better_is_kept_and_proposed_to_nobody
         rank.add(MS[:6])
     tune(group)
     row = next(row for row in group[1].peers.ranks.table.rows if row.verdict == "faster")
-    evidence = msgspec.structs.replace(row.evidence, samples=row.evidence.samples + 24, looks=9)
+    stored = group[1].store.contents.records[row.shape, row.M].evidence  # the one with more samples stays
+    evidence = msgspec.structs.replace(row.evidence, samples=stored.samples + 24, looks=9)
     group[1].learned(msgspec.structs.replace(row, evidence=evidence))
     assert not group[1].peers.ranks._in
     assert group[1].store.contents.records[row.shape, row.M].evidence.looks == 9
