@@ -78,8 +78,7 @@ class Council:
         self._board = Board(parent / name, place.rank, place.ranks)
         self._beat, self._posted, self._posted_s, self._reread_s = 0, b"", -_BEAT_S, -_REREAD_S
         self._heard: dict[int, tuple[int, float]] = {}
-        if place.rank == 0:
-            sweep(parent, name)
+        self._to_sweep: tuple[Path, str] | None = (parent, name) if place.rank == 0 else None
 
     def propose(self, proposal: Proposal) -> None:
         """This rank found it; it takes the place of an earlier one at that M."""
@@ -97,6 +96,9 @@ class Council:
     def confer(self, present: Present, now_s: float) -> list[Record]:
         """One turn. Returns what was decided of this rank's own proposals. Disk trouble never raises: what was not
         written now is written at a later turn."""
+        if self._to_sweep is not None:
+            sweep(*self._to_sweep)  # not in ``__init__``: the thread that serves makes this object
+            self._to_sweep = None
         if now_s - self._reread_s > _REREAD_S:
             self._reread_s = now_s
             self._board.forget()  # a clock of the file system may be too coarse to show every change

@@ -130,7 +130,9 @@ class Peers:
     def requests(self, requests: Any) -> None:
         """What all ranks have just received, at the same place of their loops."""
         for message in releases.announced(requests):
-            if (sizes := self._votes.start(message)) and self.graphs is not None:
+            sizes = self._votes.start(message)
+            self._stale -= set(sizes)  # not before: a ballot that is cancelled is put again
+            if sizes and self.graphs is not None:
                 self.graphs.capture(sizes)
 
     def abandon(self) -> None:
@@ -263,7 +265,6 @@ class Peers:
             return
         if self.place.rank == 0 and deep_idle and self._stale and self._votes.ballot is None:
             self._votes.ask(self._stale)
-            self._stale = set()
         ranks, votes = self.ranks, self._votes
         votes.consider(votes.ballot if self.place.rank == 0 else ranks.asked_ballot, self.graphs)
         if (votes.vote, votes.ballot) != (ranks.present.vote, ranks.present.ballot):

@@ -167,6 +167,53 @@ def test_a_further_look_that_finds_nothing_better_is_kept_and_proposed_to_nobody
     assert group[1].store.contents.records[row.shape, row.M].evidence.looks == 9
 
 
+class Ready:
+    """Graphs that could be captured at any time, and what was."""
+
+    def __init__(self) -> None:
+        self.captured: list[tuple[int, ...]] = []
+
+    def ready(self) -> bool:
+        return True
+
+    def capture(self, sizes: tuple[int, ...]) -> None:
+        self.captured.append(sizes)
+
+    def release(self) -> None:
+        """Nothing is held."""
+
+
+class AbortReq:
+    """Named as SGLang's: what carries a message to all ranks."""
+
+    def __init__(self, rid: str) -> None:
+        self.rid = rid
+
+
+def test_a_ballot_that_a_request_cancels_is_put_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    group = server(monkeypatch, tmp_path, 2, RECORDED)
+    for rank in group:
+        rank.peers.graphs = Ready()
+        rank.add(MS[:4])
+    tune(group)
+    first = group[0].votes.ballot
+    assert first is not None
+    for rank in group:  # weights move
+        rank.votes.cancel(rank.peers.graphs)
+    tune(group)
+    second = group[0].votes.ballot
+    assert second is not None
+    assert second.number == first.number + 1
+    assert set(first.sizes) <= set(second.sizes)
+    message = group[0].votes.announcement(group[0].peers.ranks.votes)
+    assert message is not None
+    for rank in group:
+        rank.peers.requests([AbortReq(message)])
+    assert [rank.peers.graphs.captured for rank in group] == [[second.sizes]] * 2
+    tune(group)
+    assert group[0].votes.ballot is None
+
+
 def test_each_rank_goes_on_with_a_part_of_what_earlier_processes_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
