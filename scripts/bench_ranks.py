@@ -79,7 +79,7 @@ class Rank:
         self.random = random.Random(plan.seed)
         self.queue: list[Any] = []
         self.watch = CallWatch(Path(plan.folder) / f"stacks-{rank}-{os.getpid()}")
-        self.told = 0, 0
+        self.told = 0, 0, 0
         self.proposed = 0
         self.captures: list[tuple[int, tuple[int, ...]]] = []
         self.passes = 0
@@ -94,7 +94,7 @@ class Rank:
         dist.init_process_group("gloo", rank=self.rank, world_size=self.plan.ranks)
         self.group = dist.new_group(list(range(self.plan.ranks)), backend="gloo")
         receiver = self._receiver()
-        self.pipe.send(("ready", self.rank, self._calls()))
+        self.pipe.send(("ready", self.rank, self._news()))
         quiet_since = None
         passes = 0
         while True:
@@ -107,11 +107,11 @@ class Rank:
             self._pass(requests, passes)
             passes += 1
             if passes % TELL_EVERY == 0:
-                self.pipe.send(("pass", self.rank, self._calls(), passes, self._epoch()))
+                self.pipe.send(("pass", self.rank, self._news(), passes, self._epoch()))
         # Quiet: whatever a thread still has to read, it reads now; then one more idle pass on each rank.
         time.sleep(1.0)
         self._timed(self.scheduler.maybe_sleep_on_idle)
-        self.pipe.send(("end", self.rank, self._calls(), self._report(passes)))
+        self.pipe.send(("end", self.rank, self._news(), self._report(passes)))
         dist.barrier()
 
     def _load(self) -> None:
@@ -288,10 +288,10 @@ class Rank:
     def _timed(self, function: Any) -> None:
         self.watch(function)
 
-    def _calls(self) -> tuple[int, list[Long]]:
-        """What was not told yet: how many calls, and the long ones."""
-        told, self.told = self.told, (len(self.watch.times_ms), len(self.watch.long))
-        return self.told[0] - told[0], self.watch.long[told[1] :]
+    def _news(self) -> tuple[int, list[Long], list[Any]]:
+        """What was not told yet: how many calls of hooks, the long ones, and captures."""
+        told, self.told = self.told, (len(self.watch.times_ms), len(self.watch.long), len(self.captures))
+        return self.told[0] - told[0], self.watch.long[told[1] :], self.captures[told[2] :]
 
     def _epoch(self) -> int:
         return self.serving.peers.epoch if self.serving is not None and self.serving.peers is not None else 0
@@ -318,7 +318,6 @@ class Rank:
                 "checks_s": peers.checks.gpu_s,
                 "per_m": self.serving.tuner.gpu_s_per_m(self.landscape.shape),
                 "waits": list(peers.ranks.waits),
-                "captures": self.captures,
                 "broken": [fence.name for fence in plugin._FENCES.values() if fence.broken],
                 "state": [self.serving.state, self.serving.reason],
             }
@@ -370,6 +369,7 @@ class Server:
         self.heard_s = time.monotonic()
         self.passes = self.epoch = self.calls = 0
         self.long: list[tuple[int, Long]] = []
+        self.captures: list[list[Any]] = [[] for _ in range(plan.ranks)]
         self.stopped: dict[int, list[tuple[float, float]]] = {}
         self.reports: dict[int, dict[str, Any]] = {}
         self.ready = 0
@@ -378,13 +378,14 @@ class Server:
         """Take in what the ranks say; False once nobody said anything for too long."""
         for pipe in multiprocessing.connection.wait(self.pipes, seconds):
             try:
-                what, rank, (calls, fresh), *rest = pipe.recv()
+                what, rank, (calls, fresh, captures), *rest = pipe.recv()
             except EOFError:
                 self.pipes.remove(pipe)
                 continue
             self.heard_s = time.monotonic()
             self.calls += calls
             self.long += [(rank, call) for call in fresh]
+            self.captures[rank] += captures
             if what == "ready":
                 self.ready += 1
             elif what == "pass" and rank == 0:
@@ -406,8 +407,11 @@ class Server:
         self.stopped.setdefault(rank, []).append((began_s, time.monotonic()))
 
     def account(self, found: dict[str, Any]) -> None:
-        """Add what its hooks did."""
+        """Add what its hooks did. Of a server that was killed the last passes of a rank may not be known."""
         found["calls"] += self.calls
+        known = self.captures if self.over else [c[: min(map(len, self.captures))] for c in self.captures]
+        found["captures"] += len(known[0])
+        found["together"] = found["together"] and all(captures == known[0] for captures in known)
         for rank, call in self.long:
             why = call.why(self.stopped.get(rank, ()))
             row = found["long"].setdefault(why, {"calls": 0, "longest_ms": 0.0, "slept_ms": 0.0, "where": {}})
@@ -437,10 +441,11 @@ def run_server(plan: Plan, faults: int, log: Path) -> dict[str, Any]:
     """One server to its end, with faults at random moments; a kill costs it a restart with the same folder."""
     rng = random.Random(plan.seed)
     found: dict[str, Any] = {"stops": 0, "lost_folders": 0, "kills": 0, "hangs": 0, "epochs": 0, "passes": 0}
-    found |= {"calls": 0, "long": {}, "waited": [], "captures": 0}
+    found |= {"calls": 0, "long": {}, "waited": [], "captures": 0, "together": True}
     server, begun = Server(plan, log), time.monotonic()
     kills = max(1, faults // 10) if faults else 0
-    every = max(1, plan.passes // (faults + 1))
+    passes, epochs = plan.passes, plan.epochs
+    every = max(1, passes // (faults + kills + 1))  # each start takes a part of the way to the next fault
     goal, left = every, faults
     while not server.over:
         if not server.listen(0.02):
@@ -455,8 +460,8 @@ def run_server(plan: Plan, faults: int, log: Path) -> dict[str, Any]:
                 found["passes"] += server.passes
                 server.kill()
                 server.account(found)
-                rest = max(200, plan.passes - found["passes"])
-                plan = plan._replace(port=free_port(), passes=rest, epochs=max(0, plan.epochs - server.epoch))
+                rest = max(200, passes - found["passes"]), max(4, epochs - found["epochs"])
+                plan = plan._replace(port=free_port(), passes=rest[0], epochs=rest[1], seed=plan.seed + 100)
                 goal = every
                 server = Server(plan, log)
             elif rng.random() < 0.5:
@@ -476,9 +481,6 @@ def run_server(plan: Plan, faults: int, log: Path) -> dict[str, Any]:
     found["epochs"] += max((r.get("epoch", 0) for r in reports.values()), default=0)
     found["ranks"] = {rank: reports[rank] for rank in sorted(reports)}
     tables = [json.dumps(r.get("rows"), sort_keys=True) for r in reports.values()]
-    captures = [json.dumps(r.get("captures")) for r in reports.values()]
-    found["captures"] += max((len(r.get("captures") or ()) for r in reports.values()), default=0)
-    found["together"] = len(set(captures)) <= 1
     found["equal"] = len(reports) == plan.ranks and len(set(tables)) == 1
     return found
 
