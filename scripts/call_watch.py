@@ -18,6 +18,7 @@ import resource
 import signal
 import threading
 import time
+from collections import Counter
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 if TYPE_CHECKING:
@@ -26,11 +27,12 @@ if TYPE_CHECKING:
 
 LONG_MS = 2.0
 """A request may wait for so long; shorter calls are not looked into."""
-_SAMPLE_S = 1e-3 * LONG_MS
+_SAMPLES_S = 1e-3 * LONG_MS, 0.01
+"""the first one, and how often then"""
 _LOOK_AT_THREADS_EVERY = 200
 _SLACK_MS = 0.5
-_STACK_BYTES = 6000
-_FRAME = re.compile(r'File "[^"]*?([^/"]+/[^/"]+)", line (\d+) in (\S+)')
+_STACK_BYTES = 64_000
+_FRAME = re.compile(r'File "([^"]+)", line (\d+) in (\S+)')
 _THREAD_CLOCK = 6
 """of Linux: the clock of a thread, precise also while the thread runs, is number ``~tid << 3 | 6``"""
 
@@ -62,9 +64,11 @@ class Long(NamedTuple):
 
     @property
     def where(self) -> str:
-        """The innermost frames of the thread that called, as they were sampled; empty where there is no sample."""
-        _, _, own = self.stacks.partition("Current thread")
-        return " < ".join(f"{file}:{line} {name}" for file, line, name in _FRAME.findall(own.partition("\n\n")[0])[:4])
+        """The innermost frames of the thread that called, in most of the samples; empty where there is none."""
+        samples = (sample.partition("\n\n")[0] for sample in self.stacks.split("Current thread")[1:])
+        places = Counter(tuple(_FRAME.findall(sample)[:4]) for sample in samples)
+        frames = max(places, key=places.__getitem__, default=())
+        return " < ".join(f"{'/'.join(file.split('/')[-2:])}:{line} {name}" for file, line, name in frames)
 
     def why(self, stopped: Iterable[tuple[float, float]] = ()) -> Why:
         """What took most of it. stopped: when the process itself was stopped by a signal, from and to."""
@@ -119,7 +123,7 @@ class CallWatch:
         before = {native_id: account.spent_ms for native_id, account in self._others.items()}
         queued_ms, usage = self._own.queued_ms, resource.getrusage(resource.RUSAGE_THREAD)
         process_s, own_s = time.process_time(), time.thread_time()
-        signal.setitimer(signal.ITIMER_REAL, _SAMPLE_S)
+        signal.setitimer(signal.ITIMER_REAL, *_SAMPLES_S)
         began_s = time.monotonic()
         try:
             return function()

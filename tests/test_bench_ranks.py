@@ -47,6 +47,8 @@ def test_ranks_never_wait_for_each_other_and_end_with_one_table_whatever_breaks(
         assert found["equal"], ranks
         assert found["epochs"] >= 8
         assert found["together"]
+        assert found["calls"] > 4 * 800
+        assert found["waited"] == []
         assert len({report["epoch"] for report in reports}) == 1
         for report in reports:
             assert report["broken"] == []
