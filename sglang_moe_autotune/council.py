@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from sglang_moe_autotune.hearsay import Heard
-    from sglang_moe_autotune.records import Record
+    from sglang_moe_autotune.records import Evidence, Record
     from sglang_moe_autotune.votes import Ballot
 
 _BEAT_S = 5.0
@@ -54,8 +54,16 @@ class Present(NamedTuple):
 class Council:
     """One rank's seat. ``confer`` reads what the others posted, decides where it is rank 0's part, and posts."""
 
-    def __init__(self, store_path: Path, place: Place, min_gain: float, keep: Callable[[Record], object]) -> None:
-        """keep: called with each record that rank 0 decided."""
+    def __init__(
+        self,
+        store_path: Path,
+        place: Place,
+        min_gain: float,
+        keep: Callable[[Record], object],
+        take_back: Callable[[Record, Evidence], object],
+    ) -> None:
+        """keep: called with each record that rank 0 decided. take_back: with a row of the store that a rank refused,
+        and with what says so."""
         self.place = place
         self.table = Table()
         self.asked: tuple[Proposal, ...] = ()
@@ -66,7 +74,7 @@ class Council:
         """this rank's own, undecided"""
         self.foreign: dict[str, Proposal] = {}
         """rows of the store that this server's ranks have not measured; rank 0 proposes them one at a time"""
-        self._min_gain, self._keep = min_gain, keep
+        self._min_gain, self._keep, self._take_back = min_gain, keep, take_back
         self._findings: dict[str, Finding] = {}
         self._told: tuple[Heard, ...] = ()
         self._written = 0
@@ -166,8 +174,10 @@ class Council:
             # In the table also where all ranks started with this row: none may go on serving what one refused.
             record = accord.settled(proposal, found)
             table = table.with_row(record)
-            if proposal.id not in self.foreign:  # another server measured that one, and it may be right for it
+            if proposal.id not in self.foreign:
                 self._keep(record)
+            elif proposal.against == record.baseline:  # it was measured; otherwise it is outdated, which says nothing
+                self._take_back(proposal.record, record.evidence)
         return table
 
     def _settle_own(self) -> Iterator[Record]:

@@ -9,11 +9,14 @@ import msgspec
 import pytest
 
 pytest.importorskip("torch")
+from record_values import H200
 from shared_tuning import MS, recorded, server, tune
 
+from sglang_moe_autotune import records
 from sglang_moe_autotune.bench import COMPARE_CASES, Share
 from sglang_moe_autotune.records import Evidence, Record
 from sglang_moe_autotune.replay import ReplayBench
+from sglang_moe_autotune.store import Store
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -165,6 +168,37 @@ def test_a_further_look_that_finds_nothing_better_is_kept_and_proposed_to_nobody
     group[1].learned(msgspec.structs.replace(row, evidence=evidence))
     assert not group[1].peers.ranks._in
     assert group[1].store.contents.records[row.shape, row.M].evidence.looks == 9
+
+
+@pytest.mark.parametrize("pinned", [False, True])
+def test_a_row_of_the_store_that_a_rank_refuses_is_not_served_by_the_next_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pinned: bool
+) -> None:
+    """As ``verify`` leaves it; what a person pinned meanwhile stays."""
+    M, evidence = MS[12], Evidence(100.0, 90.0, 0.1, 0.09, 0.11, 24, 30, 0.1, looks=3, runs=270)  # noqa: N806
+    baseline, found = RECORDED.baselines[M].pair, RECORDED.best(M)[0]
+    before = Store.open(tmp_path, H200)
+    before.submit(record=Record(RECORDED.shape, M, "faster", found, baseline, evidence))
+    assert before.close()
+    compare = ReplayBench.compare
+    group = server(monkeypatch, tmp_path, 2, RECORDED)
+
+    def differs(bench: Any, pair: ConfigPair, case: int) -> Any:
+        if pinned and bench._M == M:
+            word = records.pin(before.contents, RECORDED.shape, M, found).records[RECORDED.shape, M]
+            group[0].store.submit(record=word)
+        here = bench._provider is group[1].provider and bench._M == M
+        return compare(bench, pair, case)._replace(ok=not here, error=1.0)
+
+    monkeypatch.setattr(ReplayBench, "compare", differs)
+    for rank in group:
+        rank.add((M,))
+    tune(group)
+    assert M not in group[0].rows
+    assert group[0].store.flush(10)
+    (row,) = Store.open(tmp_path, H200).contents.records.values()
+    assert (row.verdict, row.source) == (("faster", "pinned") if pinned else ("baseline", "learned"))
+    assert row.generation == 1
 
 
 class Ready:
