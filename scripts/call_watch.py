@@ -32,6 +32,7 @@ _SAMPLES_S = 1e-3 * LONG_MS, 0.01
 _LOOK_AT_THREADS_EVERY = 200
 _SLACK_MS = 0.5
 _STACK_BYTES = 64_000
+_THREAD = re.compile(r"hread 0x([0-9a-f]+)")
 _FRAME = re.compile(r'File "([^"]+)", line (\d+) in (\S+)')
 _THREAD_CLOCK = 6
 """of Linux: the clock of a thread, precise also while the thread runs, is number ``~tid << 3 | 6``"""
@@ -55,20 +56,15 @@ class Long(NamedTuple):
     """pages and blocks that it had to fetch"""
     others_ms: float
     """what the other threads of the process computed, or were queued for, meanwhile"""
+    where: str = ""
+    """the innermost frames of its thread, in most of the samples; empty where there is none"""
     stacks: str = ""
+    """the samples, of all threads"""
 
     @property
     def slept_ms(self) -> float:
         """Neither computing nor ready to."""
         return max(0.0, self.wall_ms - self.computed_ms - self.queued_ms)
-
-    @property
-    def where(self) -> str:
-        """The innermost frames of the thread that called, in most of the samples; empty where there is none."""
-        samples = (sample.partition("\n\n")[0] for sample in self.stacks.split("Current thread")[1:])
-        places = Counter(tuple(_FRAME.findall(sample)[:4]) for sample in samples)
-        frames = max(places, key=places.__getitem__, default=())
-        return " < ".join(f"{'/'.join(file.split('/')[-2:])}:{line} {name}" for file, line, name in frames)
 
     def why(self, stopped: Iterable[tuple[float, float]] = ()) -> Why:
         """What took most of it. stopped: when the process itself was stopped by a signal, from and to."""
@@ -133,14 +129,15 @@ class CallWatch:
             self.times_ms.append(wall_ms)
             if wall_ms > LONG_MS:
                 own_s, process_s = time.thread_time() - own_s, time.process_time() - process_s
-                after = resource.getrusage(resource.RUSAGE_THREAD)
+                after, stacks = resource.getrusage(resource.RUSAGE_THREAD), self._stacks()
                 self.long.append(
                     Long(
                         *(began_s, wall_ms, 1e3 * own_s, self._own.queued_ms - queued_ms),
                         after.ru_nvcsw - usage.ru_nvcsw,
                         after.ru_majflt - usage.ru_majflt + after.ru_inblock - usage.ru_inblock,
                         max(self._others_since(before), 1e3 * (process_s - own_s)),
-                        self._stacks(),
+                        where(stacks, threading.get_ident()),
+                        stacks,
                     )
                 )
 
@@ -163,3 +160,12 @@ class CallWatch:
         self._samples.seek(0)
         self._samples.truncate()
         return text
+
+
+def where(stacks: str, ident: int) -> str:
+    """The innermost frames of a thread in most of the samples."""
+    sections = _THREAD.split(stacks)[1:]  # idents and texts in turn
+    own = [text for thread, text in zip(sections[::2], sections[1::2], strict=True) if int(thread, 16) == ident]
+    places = Counter(tuple(_FRAME.findall(text)[:4]) for text in own)
+    frames = max(places, key=places.__getitem__, default=())
+    return " < ".join(f"{'/'.join(file.split('/')[-2:])}:{line} {name}" for file, line, name in frames)
