@@ -515,6 +515,7 @@ def main() -> int:
         SGLANG_MOE_AUTOTUNE_DEEP_IDLE_S="0",
         SGLANG_MOE_AUTOTUNE_GRACE_S="0",
         SGLANG_MOE_AUTOTUNE_BUDGET_S="3600",
+        SGLANG_MOE_AUTOTUNE_RECAPTURE="idle",
     )
     (work / "empty" / "configs").mkdir(parents=True)
     import sglang.srt.managers.scheduler  # noqa: F401 - once: the ranks are forks of this process
