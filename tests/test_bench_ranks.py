@@ -26,7 +26,7 @@ def bench(*arguments: str) -> dict[str, Any]:
         capture_output=True,
         text=True,
         check=False,
-        timeout=200,
+        timeout=400,
     )
     assert done.returncode == 0, done.stderr[-4000:] + done.stdout[-2000:]
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
