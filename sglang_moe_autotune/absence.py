@@ -21,7 +21,7 @@ def tell(store: Store, place: Place, reason: str) -> None:
     """Say so on the board, from a thread of its own, until the process ends. Where there is no folder, or none that can
     be written, nothing is said: the others then do not see this rank at all, and say that."""
     if store.path is not None:
-        council = Council(store.path, place, 0.0, lambda _: None)
+        council = Council(store.path, place, 0.0, lambda _: None, lambda *_: None)
         arguments = council, Present(off=reason)
         threading.Thread(target=_loop, args=arguments, name="moe-autotune-ranks", daemon=True).start()
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
+from sglang_moe_autotune.bench import COMPARE_RUNS
 from sglang_moe_autotune.records import Evidence, Record  # noqa: TC001 - msgspec reads the annotations
 from sglang_moe_autotune.shapes import ConfigPair, MoeShape
 
@@ -36,6 +37,8 @@ class Finding(msgspec.Struct, frozen=True):
     reason: str = ""
     max_error: float | None = None
     tolerance: float | None = None
+    runs: int = 0
+    """of each GEMM that this rank compared: its share"""
 
 
 class Proposal(msgspec.Struct, frozen=True):
@@ -63,7 +66,8 @@ def decide(
     proposal: Proposal, found: Mapping[int, Finding], ranks: int, row: Record | None, min_gain: float
 ) -> Record | Literal["open", "dismissed"]:
     """The row to publish, or whether to wait on or to drop it. ``found``: by rank what each measured of it;
-    ``row``: what is published at its M. One refusal is enough to drop it; a missing rank keeps it open."""
+    ``row``: what is published at its M. One refusal is enough to drop it; a missing rank keeps it open. Each
+    rank compared outputs in its share of the runs only, so the shares must add up."""
     served = proposal.record.baseline if row is None else row.pair
     if proposal.against != served:
         return "dismissed"
@@ -72,6 +76,8 @@ def decide(
         return "dismissed"
     if sum(finding.outcome == "holds" for finding in findings) < ranks:
         return "open"
+    if sum(finding.runs for finding in findings) < COMPARE_RUNS:
+        return "dismissed"
     slowest = min(findings, key=lambda finding: finding.gain)
     # A row that replaces a learned one is a second step: the tuner asks half as much of it.
     if slowest.gain < (min_gain if row is None else min_gain / 2):
@@ -104,6 +110,7 @@ def _evidence(mine: Evidence, findings: Iterable[Finding], slowest: Finding, row
         samples=sum(f.samples for f in findings) + (row.evidence.samples if row is not None else 0),
         max_error=worst.max_error if worst else mine.max_error,
         tolerance=worst.tolerance if worst else mine.tolerance,
+        runs=sum(f.runs for f in findings),
     )
 
 
@@ -119,7 +126,8 @@ def own_finding(proposal: Proposal, row: Record | None) -> Finding:
         )
     samples = evidence.samples - (before.samples if before is not None else 0)
     return Finding(
-        proposal.id, "holds", gain, low, high, samples, "", evidence.max_error, evidence.tolerance
+        *(proposal.id, "holds", gain, low, high, samples, ""),
+        *(evidence.max_error, evidence.tolerance, evidence.runs),
     )
 
 
@@ -136,5 +144,6 @@ def settled(proposal: Proposal, found: Mapping[int, Finding]) -> Record:
         samples=samples,
         max_error=None,
         tolerance=None,
+        runs=0,
     )
     return msgspec.structs.replace(record, verdict="baseline", pair=record.baseline, evidence=evidence)

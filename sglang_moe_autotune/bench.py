@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple, Protocol
 
 if TYPE_CHECKING:
@@ -11,6 +12,8 @@ COMPARE_CASES: Final = 5
 COMPARE_RUNS: Final = 270
 """of each GEMM of a pair, over all cases: a kernel that is wrong in one run of twenty gets through with a probability
 of 0.95 ** 270 = 1e-6, so that of 10,000 such kernels none does in 99 of 100 times"""
+
+_LEAST_RUNS: Final = 2
 
 Readiness = Literal["ready", "waiting", "failed"]
 """Of a candidate's binary: launchable now; being compiled; not launchable (``Bench.reason`` says why)."""
@@ -23,6 +26,23 @@ class Sample(NamedTuple):
     baseline_us: float
 
 
+class Share(NamedTuple):
+    """The part of each comparison that falls to one process: a server's ranks make its runs together, each with inputs
+    of its own in every case."""
+
+    rank: int = 0
+    ranks: int = 1
+
+    @property
+    def runs(self) -> int:
+        """Of each GEMM in each case: all ranks together make at least ``COMPARE_RUNS``, and each one enough to see its
+        output change."""
+        return max(_LEAST_RUNS, math.ceil(COMPARE_RUNS / (COMPARE_CASES * self.ranks)))
+
+
+ALONE: Final = Share()
+
+
 class Comparison(NamedTuple):
     """The candidate's output against the baseline's on the same inputs."""
 
@@ -33,6 +53,8 @@ class Comparison(NamedTuple):
     tolerance: float
     why: str = ""
     """what is wrong where it is not the error"""
+    runs: int = 0
+    """of each GEMM that stand behind it"""
 
     @property
     def reason(self) -> str:
@@ -87,6 +109,9 @@ class Bench(Protocol):
 
 class BenchmarkProvider(Protocol):
     """The seam to the device. ``benchmark`` is the real one, ``replay`` plays back a recording."""
+
+    share: Share
+    """of the comparisons of benches that are opened from now on"""
 
     def open(self, shape: MoeShape, M: int, baseline: ConfigPair) -> Bench | str:  # noqa: N803
         """A bench, or the reason why this M cannot be tuned now (no memory, no live layer, ...)."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from sglang_moe_autotune import correctness, launch
-from sglang_moe_autotune.bench import Bench, Comparison, Declined, Readiness, Sample
+from sglang_moe_autotune.bench import ALONE, Bench, Comparison, Declined, Readiness, Sample
 from sglang_moe_autotune.kernels import Kernels
 from sglang_moe_autotune.launches import NO_MEMORY, REFUSALS, TIMED_ROUTINGS, Candidate, Launches
 from sglang_moe_autotune.quarantine import Quarantine
@@ -62,6 +62,7 @@ class DeviceProvider:
     ) -> None:
         """bit_equal: take only candidates whose every bit is the baseline's, on the inputs of the comparison."""
         self.bit_equal = bit_equal
+        self.share = ALONE
         self.quarantine = quarantine or Quarantine()
         self.serving, self.compiler = serving, compiler
         self.recorder = launch.LaunchRecorder(serving.invoke)
@@ -97,7 +98,7 @@ class DeviceBench:
         self, provider: DeviceProvider, shape: MoeShape, M: int, baseline: ConfigPair, layers: Sequence[LiveLayer]  # noqa: N803
     ) -> None:
         self._provider, self._shape, self._M, self._baseline = provider, shape, M, baseline
-        self._layers = layers
+        self._layers, self._share = layers, provider.share
         self._device = torch.cuda.current_device()
         self._scratch: Scratch | None = None
         self._held: Launches | None = None
@@ -216,7 +217,8 @@ class DeviceBench:
     def _set_up(self) -> Iterator[None]:
         provider = self._provider
         flush = len(self._layers) == 1
-        scratch = Scratch(self._shape, self._M, provider.serving.align, self._local_share(), flush=flush)
+        operands = self._shape, self._M, provider.serving.align, self._local_share()
+        scratch = Scratch(*operands, flush=flush, rank=self._share.rank)
         self._scratch = scratch
         self._held = Launches(scratch, self._layers, provider.recorder, provider.kernels)
         provider.scratch_bytes = scratch.taken_bytes
@@ -288,4 +290,4 @@ class DeviceBench:
         run_us = self._expected_us.get((gemm, config), self.launch_us) + _RUN_US_PER_BYTE * written_bytes + 20.0
         at_once = max(1, min(_RUNS_AT_ONCE, int(0.6 * self._provider.slice_us / run_us)))
         allowed = correctness.tolerance(self._shape.activation_dtype, self._shape.dtype)
-        return correctness.Terms(allowed, at_once=at_once, bit_equal=self._provider.bit_equal)
+        return correctness.Terms(allowed, self._share.runs, at_once, self._provider.bit_equal)

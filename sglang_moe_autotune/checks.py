@@ -153,7 +153,7 @@ class Checks:
         evidence = found.evidence
         return Finding(
             proposal.id, "holds", evidence.gain, evidence.gain_low, evidence.gain_high, evidence.samples, "",
-            evidence.max_error, evidence.tolerance,
+            evidence.max_error, evidence.tolerance, evidence.runs,
         )  # fmt: skip
 
     def _rest(self) -> Generator[Step, None, None]:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from sglang_moe_autotune.hearsay import Heard
-    from sglang_moe_autotune.records import Record
+    from sglang_moe_autotune.records import Evidence, Record
     from sglang_moe_autotune.votes import Ballot
 
 _BEAT_S = 5.0
@@ -54,8 +54,16 @@ class Present(NamedTuple):
 class Council:
     """One rank's seat. ``confer`` reads what the others posted, decides where it is rank 0's part, and posts."""
 
-    def __init__(self, store_path: Path, place: Place, min_gain: float, keep: Callable[[Record], object]) -> None:
-        """keep: called with each record that rank 0 decided."""
+    def __init__(
+        self,
+        store_path: Path,
+        place: Place,
+        min_gain: float,
+        keep: Callable[[Record], object],
+        take_back: Callable[[Record, Evidence], object],
+    ) -> None:
+        """keep: called with each record that rank 0 decided. take_back: with a row of the store that a rank refused,
+        and with what says so."""
         self.place = place
         self.table = Table()
         self.asked: tuple[Proposal, ...] = ()
@@ -66,7 +74,7 @@ class Council:
         """this rank's own, undecided"""
         self.foreign: dict[str, Proposal] = {}
         """rows of the store that this server's ranks have not measured; rank 0 proposes them one at a time"""
-        self._min_gain, self._keep = min_gain, keep
+        self._min_gain, self._keep, self._take_back = min_gain, keep, take_back
         self._findings: dict[str, Finding] = {}
         self._told: tuple[Heard, ...] = ()
         self._written = 0
@@ -78,8 +86,7 @@ class Council:
         self._board = Board(parent / name, place.rank, place.ranks)
         self._beat, self._posted, self._posted_s, self._reread_s = 0, b"", -_BEAT_S, -_REREAD_S
         self._heard: dict[int, tuple[int, float]] = {}
-        if place.rank == 0:
-            sweep(parent, name)
+        self._to_sweep: tuple[Path, str] | None = (parent, name) if place.rank == 0 else None
 
     def propose(self, proposal: Proposal) -> None:
         """This rank found it; it takes the place of an earlier one at that M."""
@@ -97,6 +104,9 @@ class Council:
     def confer(self, present: Present, now_s: float) -> list[Record]:
         """One turn. Returns what was decided of this rank's own proposals. Disk trouble never raises: what was not
         written now is written at a later turn."""
+        if self._to_sweep is not None:
+            sweep(*self._to_sweep)  # not in ``__init__``: the thread that serves makes this object
+            self._to_sweep = None
         if now_s - self._reread_s > _REREAD_S:
             self._reread_s = now_s
             self._board.forget()  # a clock of the file system may be too coarse to show every change
@@ -164,8 +174,10 @@ class Council:
             # In the table also where all ranks started with this row: none may go on serving what one refused.
             record = accord.settled(proposal, found)
             table = table.with_row(record)
-            if proposal.id not in self.foreign:  # another server measured that one, and it may be right for it
+            if proposal.id not in self.foreign:
                 self._keep(record)
+            elif proposal.against == record.baseline:  # it was measured; otherwise it is outdated, which says nothing
+                self._take_back(proposal.record, record.evidence)
         return table
 
     def _settle_own(self) -> Iterator[Record]:

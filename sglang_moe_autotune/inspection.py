@@ -66,24 +66,26 @@ def inspect(bench: Bench, record: Record) -> Generator[Progress, None, Finding]:
     gain, low, high = (100 * value for value in test.estimate)
     if test.outcome != "faster":
         return _finding("slower", f"its gain is between {low:.1f} and {high:.1f} %", test, bench)
-    worst = yield from _compare(bench, record)
-    if isinstance(worst, str):
-        return _finding("differs", worst, test, bench)
-    return _finding("holds", f"{gain:.1f} % faster ({low:.1f} to {high:.1f})", test, bench, worst)
+    compared = yield from _compare(bench, record)
+    if isinstance(compared, str):
+        return _finding("differs", compared, test, bench)
+    return _finding("holds", f"{gain:.1f} % faster ({low:.1f} to {high:.1f})", test, bench, compared)
 
 
 def _compare(bench: Bench, record: Record) -> Generator[Progress, None, Comparison | str | None]:
-    """The comparison with the largest error, or what is wrong."""
+    """The comparison with the largest error and the runs of all, or what is wrong."""
     worst: Comparison | None = None
+    runs = 0
     for case in range(bench.compare_cases):
         while (comparison := bench.compare(record.pair, case)) is None:
             yield "worked"
         yield "worked"
         if not comparison.ok:
             return f"{comparison.reason} (case {case})"
+        runs += comparison.runs
         if worst is None or comparison.error > worst.error:
             worst = comparison
-    return worst
+    return worst and worst._replace(runs=runs)
 
 
 def _finding(
@@ -103,5 +105,6 @@ def _finding(
         gpu_s=bench.gpu_s,
         max_error=comparison.error if comparison else None,
         tolerance=comparison.tolerance if comparison else None,
+        runs=comparison.runs if comparison else 0,
     )
     return Finding(outcome, reason, estimate, evidence)

@@ -64,7 +64,8 @@ class Outcome(msgspec.Struct, frozen=True):
     measured: int
     comparison: Comparison | None = None
     """the one with the largest error; None for the baseline"""
-
+    runs: int = 0
+    """of each GEMM, over all comparisons"""
 
     def evidence(self, gpu_s: float, before: Evidence | None) -> Evidence:
         """For the record. ``before``: of the pair this job was measured against, whose gain comes on top."""
@@ -91,6 +92,7 @@ class Outcome(msgspec.Struct, frozen=True):
             # Errors add up: this pair was compared with the one before, and that one with SGLang's own.
             max_error=self.comparison.error + ((before and before.max_error) or 0.0) if self.comparison else None,
             tolerance=self.comparison.tolerance if self.comparison else None,
+            runs=self.runs,
         )
 
 
@@ -229,6 +231,7 @@ class Job:
             return True
         self.phase = "comparing"
         worst: Comparison | None = None
+        runs = 0
         for case in range(self._bench.compare_cases):
             while (comparison := self._bench.compare(pair, case)) is None:
                 yield "worked"
@@ -236,6 +239,7 @@ class Job:
             if not comparison.ok:
                 self.refused[pair] = f"{comparison.reason} (case {case})"
                 return False
+            runs += comparison.runs
             if worst is None or comparison.error > worst.error:
                 worst = comparison
         self.phase = "confirming"
@@ -253,7 +257,7 @@ class Job:
             self.refused[pair] = "serving would have had to compile it"
             return False
         samples = first.samples + second.samples
-        self.outcome = Outcome(pair, second.estimate, second.baseline_us, samples, measured, worst)
+        self.outcome = Outcome(pair, second.estimate, second.baseline_us, samples, measured, worst, runs)
         return True
 
     def _test(self, pair: ConfigPair, search: Search) -> Generator[Progress, None, PairedTest]:

@@ -9,7 +9,7 @@ from sglang_moe_autotune.bench import Bench, Declined
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from sglang_moe_autotune.bench import BenchmarkProvider, Comparison, Readiness, Sample
+    from sglang_moe_autotune.bench import BenchmarkProvider, Comparison, Readiness, Sample, Share
     from sglang_moe_autotune.shapes import ConfigPair, Gemm, KernelConfig, MoeShape
 
 _T = TypeVar("_T")
@@ -32,6 +32,14 @@ class MarkedProvider:
     def __init__(self, provider: BenchmarkProvider, mark: Marking) -> None:
         self._provider, self._mark = provider, mark
         self._bench: Bench | None = None
+
+    @property
+    def share(self) -> Share:
+        return self._provider.share
+
+    @share.setter
+    def share(self, share: Share) -> None:
+        self._provider.share = share
 
     @property
     def launch_us(self) -> float:

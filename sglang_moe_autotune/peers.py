@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from sglang_moe_autotune import pace, releases
+from sglang_moe_autotune.bench import Share
 from sglang_moe_autotune.checks import Checks
 from sglang_moe_autotune.council import Place, Present
 from sglang_moe_autotune.experience import octaves
@@ -64,6 +65,7 @@ class Peers:
         assert overlay.source is not None  # noqa: S101 - set with the device that the tuner has
         self._source = overlay.source
         votes.rank, votes.ranks = place.rank, place.ranks
+        provider.share = Share(place.rank, place.ranks)
         min_gain = settings.min_gain_percent / 100
         self.ranks = Ranks(store, place, self._source, min_gain, self._servable, clock)
         self.checks = Checks(provider, self._found, clock, pace.longest_launch_us(settings.slice_us))
@@ -129,7 +131,9 @@ class Peers:
     def requests(self, requests: Any) -> None:
         """What all ranks have just received, at the same place of their loops."""
         for message in releases.announced(requests):
-            if (sizes := self._votes.start(message)) and self.graphs is not None:
+            sizes = self._votes.start(message)
+            self._stale -= set(sizes)  # not before: a ballot that is cancelled is put again
+            if sizes and self.graphs is not None:
                 self.graphs.capture(sizes)
 
     def abandon(self) -> None:
@@ -262,7 +266,6 @@ class Peers:
             return
         if self.place.rank == 0 and deep_idle and self._stale and self._votes.ballot is None:
             self._votes.ask(self._stale)
-            self._stale = set()
         ranks, votes = self.ranks, self._votes
         votes.consider(votes.ballot if self.place.rank == 0 else ranks.asked_ballot, self.graphs)
         if (votes.vote, votes.ballot) != (ranks.present.vote, ranks.present.ballot):

@@ -19,6 +19,7 @@ from sglang_moe_autotune import accord
 from sglang_moe_autotune.council import Council, Place, Present
 from sglang_moe_autotune.epochs import Table
 from sglang_moe_autotune.leases import Leases
+from sglang_moe_autotune.records import demote
 from sglang_moe_autotune.status import this_process
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from sglang_moe_autotune.accord import Finding, Key, Proposal
     from sglang_moe_autotune.agenda import Entry
     from sglang_moe_autotune.hearsay import Heard
-    from sglang_moe_autotune.records import Record, Source
+    from sglang_moe_autotune.records import Evidence, Record, Source
     from sglang_moe_autotune.store import Store
     from sglang_moe_autotune.votes import Ballot
 
@@ -91,7 +92,7 @@ class Ranks:
         if store.path is not None and store.state != "read-only":
             self._leases = Leases(store.path.with_name(f"{store.path.name}.leases"), this_process(), clock)
             if place.ranks > 1:
-                self._council = Council(store.path, place, min_gain, lambda record: store.submit(record=record))
+                self._council = Council(store.path, place, min_gain, self._keep, self._take_back)
                 self._foreign = self._council.foreign
                 # Rows of the store are served from the start on; the ranks measure them when there is time.
                 self._known = {key: r for key, r in self._known.items() if r.source != source or place.rank != 0}
@@ -208,6 +209,16 @@ class Ranks:
                 del self._foreign[outdated]
             proposal = accord.propose(record, row)
             self._foreign[proposal.id] = proposal
+
+    def _keep(self, record: Record) -> None:
+        self.store.submit(record=record)
+
+    def _take_back(self, record: Record, evidence: Evidence) -> None:
+        """A row of the store did not hold on a rank: no start serves it again."""
+        held = self.store.contents.records.get((record.shape, record.M))
+        demoted = demote(self.store.contents, record, evidence).records.get((record.shape, record.M))
+        if demoted is not None and demoted is not held:
+            self.store.submit(record=demoted)
 
     def _confer(self, council: Council) -> None:
         while self._trials:

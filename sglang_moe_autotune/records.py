@@ -56,11 +56,13 @@ class Evidence(msgspec.Struct, frozen=True, gc=False):
     """searches that this M had: after less than three a restarted server goes on with the next; 0: not said"""
     firm: bool = False
     """was it found, after all searches of the shape, that winners of other M do not do as well here?"""
+    runs: int = 0
+    """launches of each GEMM whose output was compared, all ranks of the server together; 0: not said, or baseline"""
 
     def without_gain(self) -> Evidence:
         """The same measurements, for a record of SGLang's own answer."""
         changes = {"chosen_us": self.baseline_us, "gain": 0.0, "gain_low": 0.0, "gain_high": 0.0}
-        return msgspec.structs.replace(self, **changes, max_error=None, tolerance=None)
+        return msgspec.structs.replace(self, **changes, max_error=None, tolerance=None, runs=0)
 
 
 class Record(msgspec.Struct, frozen=True, gc=False):

@@ -6,7 +6,7 @@ import random
 from typing import TYPE_CHECKING, Final
 
 from sglang_moe_autotune import noise
-from sglang_moe_autotune.bench import COMPARE_CASES, COMPARE_RUNS, Bench, Comparison, Readiness, Sample
+from sglang_moe_autotune.bench import ALONE, COMPARE_CASES, Bench, Comparison, Readiness, Sample
 from sglang_moe_autotune.shapes import GEMMS, ConfigPair, Gemm, KernelConfig, MoeShape
 
 if TYPE_CHECKING:
@@ -38,6 +38,7 @@ class ReplayProvider:
         clock: Callable[[], float] | None = None,
     ) -> None:
         self.landscape = landscape
+        self.share = ALONE
         self.polls, self.compile_s = polls, compile_s
         self.gpu_s = 0.0
         """of all benches, every simulated launch counted"""
@@ -93,6 +94,7 @@ class ReplayBench:
 
     def __init__(self, provider: ReplayProvider, M: int, baseline: ConfigPair) -> None:  # noqa: N803
         self._provider, self._M, self._baseline = provider, M, baseline
+        self._share = provider.share
         self._loaded: set[tuple[Gemm, KernelConfig]] = set()
         self._spent_us = 0.0
 
@@ -117,10 +119,10 @@ class ReplayBench:
         return samples
 
     def compare(self, pair: ConfigPair, case: int) -> Comparison | None:  # noqa: ARG002 - outputs were not recorded
+        runs = self._share.runs
         for gemm in pair.unlike(self._baseline) or GEMMS:
-            runs = COMPARE_RUNS // COMPARE_CASES
             self._spend(runs * self._us(gemm, pair.of(gemm)) + self._us(gemm, self._baseline.of(gemm)))
-        return Comparison(ok=True, error=0.0, tolerance=0.0)
+        return Comparison(ok=True, error=0.0, tolerance=0.0, runs=runs)
 
     def adopt(self, pair: ConfigPair) -> Readiness:
         for gemm in GEMMS:

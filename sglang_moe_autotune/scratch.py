@@ -64,10 +64,13 @@ class Scratch:
     """The operands of both GEMMs at one (shape, M), besides the weights.
 
     ``flush``: the outputs are large enough to push weights out of the L2 cache. ``local_share``: the part of the
-    experts that this rank holds. Raises torch.OutOfMemoryError if the memory is not there after all.
+    experts that this rank holds. ``rank``: each has random inputs of its own. Raises torch.OutOfMemoryError if the
+    memory is not there after all.
     """
 
-    def __init__(self, shape: MoeShape, M: int, align: Align, local_share: float, *, flush: bool) -> None:  # noqa: N803
+    def __init__(
+        self, shape: MoeShape, M: int, align: Align, local_share: float, *, flush: bool, rank: int = 0  # noqa: N803
+    ) -> None:
         self.shape, self.M = shape, M
         self._align, self._local_share = align, local_share
         device = serving_device()
@@ -85,7 +88,7 @@ class Scratch:
             self.reference = torch.empty_like(self.output)
             self._weights = torch.empty(M, shape.top_k, dtype=torch.float32, device=device)
         self.taken_bytes = free - torch.cuda.mem_get_info()[0]
-        self.generator = torch.Generator(device=device).manual_seed(_SEED + M)
+        self.generator = torch.Generator(device=device).manual_seed(_SEED + M + (rank << 24))
         self._ids: dict[str, torch.Tensor] = {}
         self._aligned: dict[tuple[str, int], tuple[torch.Tensor, ...]] = {}
         self._quantised: dict[int, tuple[tuple[object, ...], Any]] = {}

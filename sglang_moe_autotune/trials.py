@@ -58,7 +58,8 @@ class _Document(msgspec.Struct):
 
 
 class TrialLog:
-    """``put`` never waits for the disk and never raises; a thread writes, and ends when nothing is left."""
+    """``put`` never waits for the disk and never raises; a thread writes. It stays, since the thread that serves would
+    wait for each new one to begin."""
 
     def __init__(self, root: Path | None, environment: Environment) -> None:
         self._folder = None if root is None else root / FOLDER
@@ -66,6 +67,7 @@ class TrialLog:
         self._changed = threading.Condition()
         self._pending: dict[MoeShape, dict[int, list[Tried]]] = {}
         self._thread: threading.Thread | None = None
+        self._busy = False
         self._warned: set[str] = set()
         self._swept = False
 
@@ -77,7 +79,8 @@ class TrialLog:
             if sum(map(len, self._pending.values())) >= _MAX_PENDING:
                 return  # the disk hangs, and memory is the server's
             self._pending.setdefault(shape, {}).setdefault(M, []).extend(rows)
-            if self._thread is None:
+            self._changed.notify_all()
+            if self._thread is None or not self._thread.is_alive():
                 thread = threading.Thread(target=self._run, name="moe-autotune-trials", daemon=True)
                 with contextlib.suppress(RuntimeError):  # no thread is to be had: the next call tries again
                     thread.start()
@@ -86,16 +89,16 @@ class TrialLog:
     def flush(self, timeout_s: float) -> bool:
         """Wait until everything put so far was written or given up; False where that took too long."""
         with self._changed:
-            return self._changed.wait_for(lambda: self._thread is None, timeout_s)
+            return self._changed.wait_for(lambda: not (self._busy or self._pending) or self._thread is None, timeout_s)
 
     def _run(self) -> None:
         while True:
             with self._changed:
+                self._busy = False
+                self._changed.notify_all()
+                self._changed.wait_for(lambda: self._pending)
                 pending, self._pending = self._pending, {}
-                if not pending:
-                    self._thread = None
-                    self._changed.notify_all()
-                    return
+                self._busy = True
             for shape, ms in pending.items():
                 try:
                     self._write(shape, ms)

@@ -95,6 +95,7 @@ def figures_are_sound(row: Record) -> bool:
         and 0 <= e.measured <= _MAX_COUNT
         and 0 <= e.looks <= _MAX_COUNT
         and 0 <= e.firm <= 1
+        and 0 <= e.runs <= _MAX_COUNT
         and 0 <= e.gpu_s <= _MAX_COUNT
         and (e.max_error is None or 0 <= e.max_error <= _MAX_COUNT)
         and (e.tolerance is None or 0 <= e.tolerance <= _MAX_COUNT)

@@ -33,6 +33,7 @@ class WarmProvider:
         self.inner = inner
         self._outside = outside
         self.compiler = inner.compiler
+        self.share = inner.share
         self._warm: set[tuple[MoeShape, int, ConfigPair]] = set()
 
     def open(self, shape: MoeShape, M: int, baseline: ConfigPair) -> Bench | str:  # noqa: N803

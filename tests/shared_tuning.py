@@ -146,6 +146,8 @@ def server(
 def tune(group: list[SharedRank], most_s: float = 3600.0) -> float:
     """Until all have been idle for a while of virtual time; the latest time at which one of them worked."""
     last_s = 0.0
+    for rank in group:
+        rank.idle = 0
     while True:
         rank = min(group, key=lambda rank: rank.provider.now_s)
         before_s = rank.provider.now_s

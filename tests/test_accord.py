@@ -12,17 +12,18 @@ from record_values import pair, record
 
 from sglang_moe_autotune import accord
 from sglang_moe_autotune.accord import Finding, decide, propose
-from sglang_moe_autotune.bench import Sample
+from sglang_moe_autotune.bench import COMPARE_CASES, COMPARE_RUNS, Sample, Share
 from sglang_moe_autotune.decision import PairedTest
 from sglang_moe_autotune.epochs import Table
 from sglang_moe_autotune.records import Record
 
 RANKS = 4
+SHARE = COMPARE_CASES * Share(0, RANKS).runs
 PROPOSAL = propose(record(), None)
 
 
 def holds(gain: float, rank: int = 0) -> Finding:
-    return Finding(PROPOSAL.id, "holds", gain, gain - 0.01, gain + 0.01, 24 + rank)
+    return Finding(PROPOSAL.id, "holds", gain, gain - 0.01, gain + 0.01, 24 + rank, runs=SHARE)
 
 
 REFUSED = Finding(PROPOSAL.id, "refused", reason="slower here")
@@ -47,6 +48,7 @@ def test_the_slowest_ranks_gain_is_what_the_row_says() -> None:
         pytest.param({3: REFUSED}, "dismissed", id="one-refusal"),
         pytest.param({2: None, 3: REFUSED}, "dismissed", id="a-refusal-need-not-wait-for-the-rest"),
         pytest.param({3: holds(0.009)}, "dismissed", id="one-rank-gains-less-than-the-least"),
+        pytest.param({3: msgspec.structs.replace(holds(0.2), runs=0)}, "dismissed", id="runs-that-nobody-made"),
     ],
 )
 def test_what_is_not_confirmed_by_every_rank_is_not_published(
@@ -69,7 +71,7 @@ def test_a_second_step_comes_on_top_of_the_first_for_every_rank() -> None:
     assert better.against == first.pair
     own = accord.own_finding(better, first)
     assert own.gain == pytest.approx(0.2)  # 1 - 0.72 / 0.9
-    found = {0: own, 1: Finding(better.id, "holds", 0.1, 0.05, 0.15, 30)}
+    found = {0: own, 1: Finding(better.id, "holds", 0.1, 0.05, 0.15, 30, runs=COMPARE_RUNS)}
     row = decide(better, found, 2, first, 0.01)
     assert isinstance(row, Record)
     assert row.evidence.gain == pytest.approx(1 - 0.9 * 0.9)
@@ -80,6 +82,30 @@ def test_a_dropped_row_is_settled_with_sglangs_own_answer() -> None:
     assert (row.verdict, row.pair) == ("baseline", PROPOSAL.record.baseline)
     assert (row.evidence.gain, row.evidence.chosen_us) == (0.0, row.evidence.baseline_us)
     assert row.evidence.samples >= PROPOSAL.record.evidence.samples
+
+
+def test_the_runs_of_a_row_are_those_that_its_ranks_made_each_counted_once() -> None:
+    mine = msgspec.structs.replace(record().evidence, runs=SHARE)
+    proposal = propose(record(evidence=mine), None)
+    own = accord.own_finding(proposal, None)
+    assert own.runs == SHARE
+    others = msgspec.structs.replace(holds(0.2), id=proposal.id)
+    row = decide(proposal, {0: own, 1: others, 2: others, 3: others}, RANKS, None, 0.01)
+    assert isinstance(row, Record)
+    assert row.evidence.runs == RANKS * SHARE >= COMPARE_RUNS
+    better = propose(record(pair=pair(64), evidence=mine), row)
+    second = accord.own_finding(better, row)
+    assert second.runs == SHARE  # those of the pair before stand behind that pair
+    assert accord.settled(proposal, {0: own}).evidence.runs == 0
+
+
+@given(st.integers(1, 4096))
+def test_the_shares_of_all_ranks_add_up_and_each_sees_a_change(ranks: int) -> None:
+    runs = Share(0, ranks).runs
+    assert ranks * COMPARE_CASES * runs >= COMPARE_RUNS
+    assert runs >= 2
+    assert runs == 2 or ranks * COMPARE_CASES * (runs - 1) < COMPARE_RUNS
+    assert ranks > 1 or COMPARE_CASES * runs == COMPARE_RUNS
 
 
 @given(st.permutations(range(RANKS)), st.lists(st.floats(0.001, 0.5), min_size=RANKS, max_size=RANKS))
@@ -103,7 +129,7 @@ def test_c23_two_ranks_that_measure_the_same_pair_with_noise_get_one_decision() 
                 up, down = test.wanted
                 test.add([noisy(rng) for _ in range(up)], [noisy(rng) for _ in range(down)])
             outcome = "holds" if test.outcome == "faster" else "refused"
-            findings[rank] = Finding(PROPOSAL.id, outcome, *test.estimate, test.samples)
+            findings[rank] = Finding(PROPOSAL.id, outcome, *test.estimate, test.samples, runs=COMPARE_RUNS // 2)
         differed += findings[0].outcome != findings[1].outcome
         decided = decide(PROPOSAL, findings, 2, None, 0.01)
         assert decided != "open"

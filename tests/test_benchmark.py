@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from sglang_moe_autotune import quarantine
-from sglang_moe_autotune.bench import COMPARE_CASES, COMPARE_RUNS
+from sglang_moe_autotune.bench import COMPARE_CASES, COMPARE_RUNS, Share
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -37,6 +37,7 @@ def prepare() -> None:
     from triton.backends.compiler import GPUTarget
 
     from sglang_moe_autotune import benchmark, compile_child, launch, releases, scratch
+    from sglang_moe_autotune.bench import Share
     from sglang_moe_autotune.layers import LiveLayers, find_layers
     from sglang_moe_autotune.lookup import CallKey
     from sglang_moe_autotune.quarantine import Quarantine
@@ -156,6 +157,7 @@ def prepare() -> None:
         fp8: bool = False,
         root: str | None = None,
         bit_equal: bool = False,
+        share: tuple[int, int] = (0, 1),
     ) -> SimpleNamespace:
         gpu.deeds = {}
         gpu.launches, gpu.wrong, gpu.refuse, gpu.quantised, gpu.asked = [], None, None, [], 0
@@ -171,6 +173,7 @@ def prepare() -> None:
         quarantine = Quarantine(None if root is None else Path(root), "an-environment")
         provider = benchmark.DeviceProvider(lent, compiler, 1 << 30, 3000.0, quarantine, bit_equal=bit_equal)
         provider.serving = lent._replace(invoke=lambda *args, **named: adopted.append(args[14]["BLOCK_SIZE_N"]))
+        provider.share = Share(*share)
         shape = live.shape_of(key)
         bench = provider.open(shape, M, pair(32))
         weights = [layer.w1.data_ptr() for layer in model]
@@ -320,11 +323,11 @@ def test_activations_are_quantised_once_for_all_candidates_and_anew_when_they_ch
     assert told["after"] >= 1, "changed activations were taken for the old ones"
 
 
-def compared(layers: int, bit_equal: bool, fault: str) -> list[object]:
+def compared(layers: int, bit_equal: bool, fault: str, share: tuple[int, int] = (0, 1)) -> list[object]:
     """All cases of a pair that is right but for one fault; and how many launches that took."""
     import builtins
 
-    bed = builtins.open_bench(layers, bit_equal=bit_equal)  # type: ignore[attr-defined]
+    bed = builtins.open_bench(layers, bit_equal=bit_equal, share=share)  # type: ignore[attr-defined]
     bench, pair, runs = bed.bench, bed.pair(64), []
     if fault == "keeps-up":
         pair = type(pair)(bed.pair(32).up, pair.down)
@@ -353,8 +356,10 @@ def compared(layers: int, bit_equal: bool, fault: str) -> list[object]:
         found.append(comparison)
         if not comparison.ok:
             break
+    inputs = [bench.scratch.buffers(g, 16, "uniform", bench.scratch.output) for g in ("up", "down")]
+    drawn = [float(b.a.double().sum()) for b in inputs] + [inputs[0].topk_ids.tolist()]
     bench.close()
-    return [all(c.ok for c in found), found[-1].reason, len(found), len(runs)]
+    return [all(c.ok for c in found), found[-1].reason, len(found), len(runs), sum(c.runs for c in found), drawn]
 
 
 @pytest.mark.parametrize(
@@ -373,7 +378,7 @@ def test_c19_a_candidate_is_compared_over_all_cases_and_runs(
     scheduler: SchedulerProcess, fault: str, bit_equal: bool, ok: bool
 ) -> None:
     scheduler.run(prepare)
-    taken, reason, cases, runs = scheduler.run(compared, 4, bit_equal, fault)
+    taken, reason, cases, runs, *_ = scheduler.run(compared, 4, bit_equal, fault)
     assert taken is ok, reason
     if ok:
         assert (cases, runs) == (COMPARE_CASES, 2 * COMPARE_RUNS)
@@ -384,9 +389,23 @@ def test_c19_a_candidate_is_compared_over_all_cases_and_runs(
 
 def test_a_gemm_that_the_pair_leaves_as_it_is_is_not_compared_with_itself(scheduler: SchedulerProcess) -> None:
     scheduler.run(prepare)
-    taken, reason, cases, runs = scheduler.run(compared, 4, False, "keeps-up")
+    taken, reason, cases, launches, *_ = scheduler.run(compared, 4, False, "keeps-up")
     assert taken, reason
-    assert (cases, runs) == (COMPARE_CASES, COMPARE_RUNS)
+    assert (cases, launches) == (COMPARE_CASES, COMPARE_RUNS)
+
+
+def test_ranks_share_the_runs_of_a_comparison_and_each_has_inputs_of_its_own(scheduler: SchedulerProcess) -> None:
+    scheduler.run(prepare)
+    drawn = []
+    for rank in range(4):
+        taken, reason, cases, launches, told, inputs = scheduler.run(compared, 4, False, "none", (rank, 4))
+        assert taken, reason
+        assert (cases, launches, told) == (COMPARE_CASES, 2 * told, COMPARE_CASES * Share(rank, 4).runs)
+        drawn.append(inputs)
+    assert 4 * told >= COMPARE_RUNS
+    for column in zip(*drawn, strict=True):  # activations of both GEMMs, and who gets them
+        assert all(one != other for place, one in enumerate(column) for other in column[:place])
+    assert scheduler.run(compared, 4, False, "none", (0, 4))[-1] == drawn[0]
 
 
 def raising(places: list[str]) -> list[object]:

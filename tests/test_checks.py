@@ -9,7 +9,7 @@ from record_values import record
 from synthetic import bf16_shape, landscape
 
 from sglang_moe_autotune.accord import Finding, Proposal, propose
-from sglang_moe_autotune.bench import Comparison, Declined
+from sglang_moe_autotune.bench import COMPARE_CASES, Comparison, Declined, Share
 from sglang_moe_autotune.checks import Checks
 from sglang_moe_autotune.replay import ReplayBench, ReplayProvider
 
@@ -58,6 +58,20 @@ def test_a_faster_pair_holds_with_this_ranks_own_gain_and_no_other_is_asked_twic
     assert finding.low > 0
     assert rank.checks.gpu_s > 0
     assert len(rank.checks) == 0
+
+
+@pytest.mark.parametrize(("ranks", "runs"), [(1, 270), (2, 135), (4, 70), (8, 35)])
+def test_a_rank_makes_its_share_of_the_runs_in_every_case_and_says_how_many(
+    monkeypatch: pytest.MonkeyPatch, ranks: int, runs: int
+) -> None:
+    compare, cases = ReplayBench.compare, []
+    monkeypatch.setattr(ReplayBench, "compare", lambda bench, p, case: cases.append(case) or compare(bench, p, case))
+    rank = Rank()
+    rank.provider.share = Share(ranks - 1, ranks)
+    rank.checks.add(proposal())
+    rank.run()
+    assert [(f.outcome, f.runs) for f in rank.found] == [("holds", runs)]
+    assert cases == list(range(COMPARE_CASES))
 
 
 def test_a_pair_that_is_not_faster_here_is_refused() -> None:

@@ -11,8 +11,10 @@ from record_values import H200, pair, record
 
 from sglang_moe_autotune import absence, accord
 from sglang_moe_autotune.accord import Finding, propose
+from sglang_moe_autotune.bench import COMPARE_RUNS
 from sglang_moe_autotune.board import Board, sweep
 from sglang_moe_autotune.council import Council, Place, Present
+from sglang_moe_autotune.epochs import Table
 from sglang_moe_autotune.post import Post, server_name
 from sglang_moe_autotune.status import this_process
 from sglang_moe_autotune.store import Store
@@ -20,7 +22,7 @@ from sglang_moe_autotune.store import Store
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from sglang_moe_autotune.records import Record
+    from sglang_moe_autotune.records import Evidence, Record
 
 
 class Seats:
@@ -29,7 +31,9 @@ class Seats:
     def __init__(self, folder: Path, ranks: int, paths: list[Path] | None = None) -> None:
         self.kept: list[Record] = []
         paths = paths or [folder / "env.json"] * ranks
-        self.all = [Council(path, Place(rank, ranks, 1), 0.01, self.kept.append) for rank, path in enumerate(paths)]
+        self.taken_back: list[tuple[Record, Evidence]] = []
+        written = self.kept.append, lambda *row: self.taken_back.append(row)
+        self.all = [Council(path, Place(rank, ranks, 1), 0.01, *written) for rank, path in enumerate(paths)]
         self.now_s = 0.0
         self.adopted = [0] * ranks
 
@@ -48,7 +52,7 @@ class Seats:
 
     def answer(self, rank: int, outcome: accord.Outcome = "holds", gain: float = 0.08) -> None:
         for proposal in self.all[rank].asked:
-            self.all[rank].note(Finding(proposal.id, outcome, gain, gain / 2, gain * 2, 24))
+            self.all[rank].note(Finding(proposal.id, outcome, gain, gain / 2, gain * 2, 24, runs=COMPARE_RUNS))
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
@@ -105,7 +109,7 @@ def test_a_refused_second_step_leaves_the_first_in_place(tmp_path: Path) -> None
     assert not seats.all[1].proposals
 
 
-def test_a_row_of_the_store_that_one_rank_refuses_is_taken_back_on_all_and_stays_in_the_store(tmp_path: Path) -> None:
+def test_a_row_of_the_store_that_one_rank_refuses_is_taken_back_on_all_and_in_the_store(tmp_path: Path) -> None:
     seats = Seats(tmp_path, 2)
     stored = propose(record(), None)
     seats.all[0].foreign[stored.id] = stored
@@ -115,7 +119,25 @@ def test_a_row_of_the_store_that_one_rank_refuses_is_taken_back_on_all_and_stays
     for _ in range(3):
         seats.turn()
     assert [row.verdict for row in seats.all[1].table.rows] == ["baseline"]
-    assert seats.kept == []  # another server measured it, and it may be right for that one
+    assert seats.kept == []
+    ((row, evidence),) = seats.taken_back
+    assert row == stored.record
+    assert (evidence.gain, evidence.runs) == (0.0, 0)
+
+
+def test_a_row_of_the_store_that_is_outdated_when_it_is_asked_for_is_not_taken_back(tmp_path: Path) -> None:
+    seats = Seats(tmp_path, 2)
+    first = seats.put(0, record())
+    seats.turn(0, 1)
+    seats.answer(1)
+    for _ in range(3):
+        seats.turn()
+    assert [row.pair for row in seats.all[0].table.rows] == [first.record.pair]
+    better = propose(record(pair=pair(64)), seats.all[0].table.rows[0])
+    seats.all[0].foreign[better.id] = better
+    seats.all[0].table = Table()  # what it was measured against is not served any more
+    seats.turn(0, 1)
+    assert seats.taken_back == seats.kept[1:] == []
 
 
 def test_c22_ranks_with_private_volumes_serve_what_they_have_and_say_so(tmp_path: Path) -> None:
@@ -218,7 +240,7 @@ def test_its_absence_is_told_by_a_thread_also_where_its_store_is_read_only(tmp_p
     store = Store.open(tmp_path, H200, read_only=True)
     absence.tell(store, Place(1, 2, 1), "read-only: a reason")
     assert store.path is not None
-    seat = Council(store.path, Place(0, 2, 1), 0.01, lambda _: None)
+    seat = Council(store.path, Place(0, 2, 1), 0.01, lambda _: None, lambda *_: None)
     until_s = time.monotonic() + 10.0
     while not any("read-only: a reason" in wait for wait in seat.waits) and time.monotonic() < until_s:
         seat.confer(Present(), time.monotonic())

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import pytest
 
 pytest.importorskip("torch")
+from record_values import H200
 from shared_tuning import MS, recorded, server, tune
 
+from sglang_moe_autotune import records
+from sglang_moe_autotune.bench import COMPARE_CASES, Share
 from sglang_moe_autotune.records import Evidence, Record
+from sglang_moe_autotune.replay import ReplayBench
+from sglang_moe_autotune.store import Store
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -19,6 +24,7 @@ if TYPE_CHECKING:
     from shared_tuning import SharedRank
 
     from sglang_moe_autotune.landscape import Landscape
+    from sglang_moe_autotune.shapes import ConfigPair
 
 RECORDED = recorded()
 
@@ -41,7 +47,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[float, float]:
         return tune([rank]), regret(rank, RECORDED)
 
 
-@pytest.mark.parametrize(("ranks", "times"), [(2, 1.5), (4, 2.0)])
+@pytest.mark.parametrize(("ranks", "times"), [(2, 1.7), (4, 2.5)])
 def test_ranks_share_the_work_and_end_with_one_table(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, alone: tuple[float, float], ranks: int, times: float
 ) -> None:
@@ -54,10 +60,36 @@ def test_ranks_share_the_work_and_end_with_one_table(
     assert all(rank.rows == group[0].rows for rank in group)
     assert {rank.peers.epoch for rank in group} == {group[0].peers.ranks.table.epoch}
     assert not any(rank.peers.ranks.waits for rank in group)
+    share = COMPARE_CASES * Share(0, ranks).runs
+    assert {row.evidence.runs for row in group[0].peers.ranks.table.rows if row.verdict == "faster"} == {ranks * share}
     for rank in group:
         assert set(rank.rows.items()) <= {(M, pair) for _, M, pair in rank.adopted}  # what graphs may hold
         for M, served in rank.rows.items():  # noqa: N806 - never slower, whoever found it
             assert RECORDED.pair_us(M, served) < RECORDED.pair_us(M, RECORDED.baselines[M].pair)
+
+
+def test_what_computes_something_else_on_one_rank_alone_is_served_on_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rank that proposes it made its own share of the runs only, and saw nothing."""
+    group = server(monkeypatch, tmp_path, 2, RECORDED)
+    compare, refused = ReplayBench.compare, set()
+
+    def differs(bench: Any, pair: ConfigPair, case: int) -> Any:
+        found = compare(bench, pair, case)
+        if bench._provider is group[1].provider and pair.up.BLOCK_SIZE_N >= 128 and case == 3:
+            refused.add(pair)
+            return found._replace(ok=False, error=1.0)
+        return found
+
+    monkeypatch.setattr(ReplayBench, "compare", differs)
+    for rank in group:
+        rank.add(MS[::3])
+    tune(group)
+    assert refused
+    assert group[0].rows == group[1].rows != {}
+    assert all(pair.up.BLOCK_SIZE_N < 128 for pair in group[0].rows.values())
+    assert not refused & {row.pair for row in group[0].store.contents.records.values() if row.source == "learned"}
 
 
 def test_two_servers_that_share_a_folder_do_not_repeat_each_others_work(
@@ -131,10 +163,89 @@ def test_a_further_look_that_finds_nothing_better_is_kept_and_proposed_to_nobody
         rank.add(MS[:6])
     tune(group)
     row = next(row for row in group[1].peers.ranks.table.rows if row.verdict == "faster")
-    evidence = msgspec.structs.replace(row.evidence, samples=row.evidence.samples + 24, looks=9)
+    stored = group[1].store.contents.records[row.shape, row.M].evidence  # the one with more samples stays
+    evidence = msgspec.structs.replace(row.evidence, samples=stored.samples + 24, looks=9)
     group[1].learned(msgspec.structs.replace(row, evidence=evidence))
     assert not group[1].peers.ranks._in
     assert group[1].store.contents.records[row.shape, row.M].evidence.looks == 9
+
+
+@pytest.mark.parametrize("pinned", [False, True])
+def test_a_row_of_the_store_that_a_rank_refuses_is_not_served_by_the_next_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pinned: bool
+) -> None:
+    """As ``verify`` leaves it; what a person pinned meanwhile stays."""
+    M, evidence = MS[12], Evidence(100.0, 90.0, 0.1, 0.09, 0.11, 24, 30, 0.1, looks=3, runs=270)  # noqa: N806
+    baseline, found = RECORDED.baselines[M].pair, RECORDED.best(M)[0]
+    before = Store.open(tmp_path, H200)
+    before.submit(record=Record(RECORDED.shape, M, "faster", found, baseline, evidence))
+    assert before.close()
+    compare = ReplayBench.compare
+    group = server(monkeypatch, tmp_path, 2, RECORDED)
+
+    def differs(bench: Any, pair: ConfigPair, case: int) -> Any:
+        if pinned and bench._M == M:
+            word = records.pin(before.contents, RECORDED.shape, M, found).records[RECORDED.shape, M]
+            group[0].store.submit(record=word)
+        here = bench._provider is group[1].provider and bench._M == M
+        return compare(bench, pair, case)._replace(ok=not here, error=1.0)
+
+    monkeypatch.setattr(ReplayBench, "compare", differs)
+    for rank in group:
+        rank.add((M,))
+    tune(group)
+    assert M not in group[0].rows
+    assert group[0].store.flush(10)
+    (row,) = Store.open(tmp_path, H200).contents.records.values()
+    assert (row.verdict, row.source) == (("faster", "pinned") if pinned else ("baseline", "learned"))
+    assert row.generation == 1
+
+
+class Ready:
+    """Graphs that could be captured at any time, and what was."""
+
+    def __init__(self) -> None:
+        self.captured: list[tuple[int, ...]] = []
+
+    def ready(self) -> bool:
+        return True
+
+    def capture(self, sizes: tuple[int, ...]) -> None:
+        self.captured.append(sizes)
+
+    def release(self) -> None:
+        """Nothing is held."""
+
+
+class AbortReq:
+    """Named as SGLang's: what carries a message to all ranks."""
+
+    def __init__(self, rid: str) -> None:
+        self.rid = rid
+
+
+def test_a_ballot_that_a_request_cancels_is_put_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    group = server(monkeypatch, tmp_path, 2, RECORDED)
+    for rank in group:
+        rank.peers.graphs = Ready()
+        rank.add(MS[:4])
+    tune(group)
+    first = group[0].votes.ballot
+    assert first is not None
+    for rank in group:  # weights move
+        rank.votes.cancel(rank.peers.graphs)
+    tune(group)
+    second = group[0].votes.ballot
+    assert second is not None
+    assert second.number == first.number + 1
+    assert set(first.sizes) <= set(second.sizes)
+    message = group[0].votes.announcement(group[0].peers.ranks.votes)
+    assert message is not None
+    for rank in group:
+        rank.peers.requests([AbortReq(message)])
+    assert [rank.peers.graphs.captured for rank in group] == [[second.sizes]] * 2
+    tune(group)
+    assert group[0].votes.ballot is None
 
 
 def test_each_rank_goes_on_with_a_part_of_what_earlier_processes_found(

@@ -170,7 +170,11 @@ def test_a_put_does_not_wait_and_puts_during_a_write_are_written_together(
     assert log.flush(5)
     assert len(writes) <= 2
     assert len(read(tmp_path, v.H200)[SHAPE]) == 50
-    assert not [t for t in threading.enumerate() if t.name == "moe-autotune-trials"]
+    threads = {t for t in threading.enumerate() if t.name == "moe-autotune-trials"}
+    log.put(SHAPE, 51, [UP])  # whoever puts serves requests, and would wait for another thread to begin
+    assert log.flush(5)
+    assert {t for t in threading.enumerate() if t.name == "moe-autotune-trials"} == threads
+    assert len(read(tmp_path, v.H200)[SHAPE]) == 51
 
 
 @pytest.mark.parametrize("place", ["nowhere", "a-file", "a-link", "no-thread"])
