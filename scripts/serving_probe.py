@@ -188,7 +188,13 @@ def forget(_scheduler: Any) -> dict[str, int]:
     serving = plugin.serving()
     serving.tuner.abandon()
     args, kwargs = _memory["made"]
+    if (agenda := kwargs.get("agenda")) is not None:  # shared with what deals with other processes
+        for known in (agenda.entries, agenda.stored, agenda.deferred):
+            known.clear()
+        agenda.wake()
     fresh = tuner.Tuner(*args, **kwargs)
+    if serving.peers is not None:
+        serving.peers._tuner = fresh
     for (shape, m), baseline in list(_memory["added"].items()):
         fresh.add(shape, m, baseline)
     serving.budget.spent_until(0.0)
@@ -209,8 +215,9 @@ def turns(functions: dict[str, Callable[[], Any]]) -> dict[str, float]:
 
 
 def micro(scheduler: Any) -> dict[str, Any]:
-    """Costs of the hooks on the thread that serves: an idle pass with nothing to tune, and lookups."""
-    from sglang_moe_autotune import plugin, releases, tuner  # noqa: PLC0415 - schedulers only
+    """Costs of the hooks on the thread that serves: lookups, and an idle pass with nothing to tune as the loop meets it
+    (``hooked``) and where it does not rest (``looking``)."""
+    from sglang_moe_autotune import plugin, releases  # noqa: PLC0415 - schedulers only
     from sglang_moe_autotune.layers import call_key  # noqa: PLC0415 - as above
     from sglang_moe_autotune.shapes import ConfigPair, KernelConfig  # noqa: PLC0415 - as above
 
@@ -218,16 +225,26 @@ def micro(scheduler: Any) -> dict[str, Any]:
     hooked = type(scheduler).maybe_sleep_on_idle
     stock = inspect.unwrap(hooked)
     kept, asked = serving.tuner, serving.switch.asked
+    agenda = kept._agenda
     found: dict[str, Any] = {"calls": _BLOCKS * _CALLS, "sleeps": scheduler.idle_sleeper is not None}
     if scheduler.idle_sleeper is None:
         kept.abandon()
         idle: dict[str, dict[str, float]] = {}
-        args, kwargs = _memory["made"]
+        queued = agenda.entries, agenda.deferred
+        agenda.entries, agenda.deferred = {}, {}
+        agenda.wake()
+
+        def looking() -> None:
+            serving._rest_until_s = 0.0
+            hooked(scheduler)
+
         for state, level in (("nothing left", "on"), ("switched off", "rows")):
-            serving.tuner, serving.switch.asked = tuner.Tuner(*args, **kwargs), level
-            passes = {"hooked": lambda: hooked(scheduler), "stock": lambda: stock(scheduler)}
+            serving.switch.asked = level
+            passes = {"hooked": lambda: hooked(scheduler), "looking": looking, "stock": lambda: stock(scheduler)}
             idle[state] = turns(passes)
-        serving.tuner, serving.switch.asked = kept, asked
+        agenda.entries, agenda.deferred = queued
+        agenda.wake()
+        serving.switch.asked = asked
         found["idle_ns"] = idle
     shape = next(iter(_memory["added"]))[0]
     look, plain = importlib.import_module(releases.LOOKUP.module).try_get_optimal_moe_config, releases.stock_lookup()

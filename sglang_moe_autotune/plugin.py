@@ -79,7 +79,7 @@ _FENCES = {
     CONTROL.name: Fence("control", "/set_internal_state does not switch it any more, the file does"),
     RECEIVE.name: Fence("receive", "several ranks capture no graph anew in service any more"),
 }
-_LOOKUP_FENCE = _FENCES[LOOKUP.name]
+_LOOKUP_FENCE, _IDLE_FENCE, _REQUEST_FENCE = (_FENCES[target.name] for target in (LOOKUP, IDLE, REQUESTS))
 
 
 def register() -> None:
@@ -174,12 +174,17 @@ def on_lookup(
 
 
 def on_idle(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:
-    """AROUND ``Scheduler.maybe_sleep_on_idle``: one slice; SGLang's own sleep only when no work is ready."""
-    state, fence = _serving, _FENCES[IDLE.name]
-    if state is not None and not _FENCES[REQUESTS.name].broken:
-        if fence.call(state.idle, scheduler):
-            return None
-        if fence.broken:
+    """AROUND ``Scheduler.maybe_sleep_on_idle``: one slice; SGLang's own sleep only when no work is ready.
+
+    Thousands of calls a second where nothing happens: hence a fence of two lines here too.
+    """
+    state = _serving
+    if state is not None and not (_IDLE_FENCE.broken or _REQUEST_FENCE.broken):
+        try:
+            if state.idle(scheduler):
+                return None
+        except Exception as error:  # noqa: BLE001 - logged there
+            _IDLE_FENCE.trip(error)
             state.stop("tuning ended with a fault; the log has it")
     return original(scheduler, *args, **kwargs)
 
@@ -197,10 +202,10 @@ def _first(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def on_requests(_scheduler: Any, *args: Any, **kwargs: Any) -> None:
     """BEFORE ``Scheduler.process_input_requests``, in every pass: let go of the device before weights move."""
-    state, fence, requests = _serving, _FENCES[REQUESTS.name], _first(args, kwargs)
+    state, requests = _serving, _first(args, kwargs)
     if requests and state is not None:
-        fence.call(state.requests, requests)
-        if fence.broken:
+        _REQUEST_FENCE.call(state.requests, requests)
+        if _REQUEST_FENCE.broken:
             state.stop("what the engine is told can no longer be followed; the log has it")
 
 

@@ -46,6 +46,10 @@ logger = logging.getLogger("sglang.moe_autotune")
 _MAX_FAULTS = 5
 _LONG_PREFILL = 1024
 _SMALL_SCRATCH_BYTES = 128 << 20
+_REST_S = 0.001
+"""after a pass that found nothing to do; whatever brings something (a batch, the switch) ends it, and what other
+processes say waits that long"""
+_RESTFUL: frozenset[State] = frozenset({"idle", "standing aside", "off"})
 _STATES: dict[Step, State] = {"worked": "tuning", "waiting": "waiting", "nothing": "idle"}
 
 
@@ -93,6 +97,7 @@ class Serving:
         self.intake = Intake(self.overlay, self.heat, self.recapture, settings.max_m, self._submit_note)
         self._startup_done = False
         self._doorbell: Doorbell | None = None
+        self._rest_until_s = 0.0
         self._last_request_s = time.monotonic()
         self.idle_time = IdleTime(self._last_request_s)
 
@@ -105,7 +110,7 @@ class Serving:
         return None if releases.overridden() else self.lookup.miss(key, M, answer)
 
     def batch(self, scheduler: Any, batch: Any) -> None:
-        self._idled = False
+        self._idled, self._rest_until_s = False, 0.0
         if releases.is_filler(batch):
             self._last_request_s = time.monotonic()  # another rank is not idle, so this one is not
         if (found := releases.batch_tokens(scheduler, batch)) is not None:
@@ -116,6 +121,7 @@ class Serving:
 
     def requests(self, requests: Any) -> None:
         """What the scheduler has just received: weights, caches and adapters move after this."""
+        self._rest_until_s = 0.0
         if releases.disturbs(requests):
             self.votes.cancel(self.peers.graphs if self.peers is not None else None)
             self._let_go()
@@ -133,6 +139,7 @@ class Serving:
     def switched(self) -> None:
         """Follow the switch: at the next lookup and the next idle pass. From any thread."""
         self.overlays = self.switch.level != "off" and not self._deterministic
+        self._rest_until_s = 0.0
 
     def stop(self, reason: str) -> None:
         """Tune no more in this process; learned rows stay in use."""
@@ -161,6 +168,14 @@ class Serving:
     def idle(self, scheduler: Any) -> bool:
         """One idle pass: at most one slice. True if it did work, so that SGLang's sleep is skipped."""
         now = time.monotonic()
+        if now < self._rest_until_s:
+            return False
+        worked = self._pass(scheduler, now)
+        if not worked and self.state in _RESTFUL:
+            self._rest_until_s = now + _REST_S
+        return worked
+
+    def _pass(self, scheduler: Any, now: float) -> bool:
         if not self._attached:
             self._attach(scheduler)
         if self.recapture.idle(scheduler, now - self._last_request_s, self._let_go, overlays=self.overlays):
