@@ -13,6 +13,7 @@ from sglang_moe_autotune.budget import Budget
 from sglang_moe_autotune.council import Place
 from sglang_moe_autotune.device import make_tuner, open_device
 from sglang_moe_autotune.doorbell import Doorbell
+from sglang_moe_autotune.doubts import Doubts
 from sglang_moe_autotune.harvest import Harvest
 from sglang_moe_autotune.heat import Heat
 from sglang_moe_autotune.idle_time import IdleTime
@@ -89,12 +90,13 @@ class Serving:
         self.agenda = Agenda()
         self.peers: Peers | None = None
         self._never = ""
-        self._deterministic = False
-        self._attached = False
+        self._deterministic = self._attached = False
         self._faults = 0
         self._idled = False
         """was the last thing this loop did a pass in deep idle?"""
         self.intake = Intake(self.overlay, self.heat, self.recapture, settings.max_m, self._submit_note)
+        self.doubts = Doubts(self.overlay, self.recapture, lambda: self.intake.captured)
+        self.steps = self.doubts.steps
         self._startup_done = False
         self._doorbell: Doorbell | None = None
         self._rest_until_s = 0.0
@@ -114,14 +116,19 @@ class Serving:
         if releases.is_filler(batch):
             self._last_request_s = time.monotonic()  # another rank is not idle, so this one is not
         if (found := releases.batch_tokens(scheduler, batch)) is not None:
-            self._last_request_s = time.monotonic()
+            self._last_request_s = now = time.monotonic()
             self.heat.batch(*found)
+            if self.steps.ran(found, now):
+                self.doubts.block(batch, now)
             if found[0] == "prefill" and found[1] >= _LONG_PREFILL and self._scratch_bytes() > _SMALL_SCRATCH_BYTES:
                 self._let_go()  # it may need the memory, and takes far longer than giving it back
+        else:
+            self.steps.pause()
 
     def requests(self, requests: Any) -> None:
         """What the scheduler has just received: weights, caches and adapters move after this."""
         self._rest_until_s = 0.0
+        self.steps.pause()
         if releases.disturbs(requests):
             self.votes.cancel(self.peers.graphs if self.peers is not None else None)
             self._let_go()
@@ -148,7 +155,7 @@ class Serving:
             self._let_go()
             if self.peers is not None:
                 self.peers.stop(reason)
-            self.tuner = None
+            self.tuner, self.steps.on = None, False
 
     def loaded(self, model_runner: Any) -> None:
         """After the weights of a model (or of its draft model) are there, before any graph is captured."""
@@ -171,6 +178,8 @@ class Serving:
         if now < self._rest_until_s:
             return False
         worked = self._pass(scheduler, now)
+        self.steps.pause()
+        self.doubts.look(now, overlays=self.overlays)
         if not worked and self.state in _RESTFUL:
             self._rest_until_s = now + _REST_S
         return worked
@@ -182,7 +191,8 @@ class Serving:
             return True
         if self._never or self.tuner is None:
             return False
-        if reason := self._why_not_now(scheduler, now):
+        # The first reason of the table in docs/limits.md that holds.
+        if reason := self.switch.why or self.died or self.watch.why_paused(now) or releases.why_not_now(scheduler):
             self._stand_aside(reason)
             return False
         quiet_s = now - self._last_request_s
@@ -221,16 +231,14 @@ class Serving:
             self._observe(began_s, now, launched=launched)
         return result == "worked"
 
-    def _why_not_now(self, scheduler: Any, now: float) -> str:
-        """Why this pass launches nothing: the first reason of the table in docs/limits.md that holds."""
-        return self.switch.why or self.died or self.watch.why_paused(now) or releases.why_not_now(scheduler)
-
     def _step(self, *, deep_idle: bool) -> Step:
         """One step of the tuner. A fault drops its job, and the tuner goes on with another one; after a few in a
         row it is the fence's turn."""
         assert self.tuner is not None  # noqa: S101 - for the type checker
         try:
             with self.compiles:
+                if self.doubts.ready(deep_idle=deep_idle):
+                    return self.doubts.step(deep_idle=deep_idle)
                 if self.peers is not None:
                     return self.peers.step(time.monotonic(), deep_idle=deep_idle)
                 return self.tuner.step(deep_idle=deep_idle)
@@ -255,6 +263,7 @@ class Serving:
             self.tuner.abandon()
         if self.peers is not None:
             self.peers.abandon()
+        self.doubts.abandon()
 
     def start(self, device: Device) -> None:
         """Open the store of the device's environment, publish what it holds, and get ready to tune."""
@@ -316,6 +325,8 @@ class Serving:
         if self.tuner is not None and self.passes.marked is not None:
             ours = self.settings, self.store, self.passes.marked, self.overlay, self.tuner, self.agenda, self.votes
             self.peers = self.harvest.peers = Peers(self.place, *ours, self.recapture.adopted)
+            self.doubts.join(*ours[1:3], self.tuner, self._let_go, self.place.ranks == 1, self.settings.slice_us)
+            self.steps.on = self.settings.mode != "restart"
         elif self.died and self.place.ranks > 1:
             absence.tell(self.store, self.place, self.reason)
 
