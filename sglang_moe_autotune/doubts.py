@@ -145,7 +145,8 @@ class Doubts:
         did = "taken back until the bench has measured it again" if self._alone else "served on: several ranks decide"
         for row in rows:
             self._tell(row, f"{slowdown}: {did}")
-        logger.warning("MoE autotune: %s with %d learned rows: %s.", slowdown, len(rows), did)
+        names = ", ".join(map(self._name, rows))
+        logger.warning("MoE autotune: %s, since the learned row of %s is in use: %s.", slowdown, names, did)
 
     def _pinned(self, row: Row) -> bool:
         record = self._record(row)
@@ -158,9 +159,12 @@ class Doubts:
         record = self._store.contents.records.get((shape, row.M))
         return record if record is not None and record.pair == row.pair else None
 
-    def _tell(self, row: Row, words: str) -> None:
+    def _name(self, row: Row) -> str:
         shape = self._overlay.shape_of(row.key)
-        self.told = {**self.told, f"{'a shape' if shape is None else shape.slug} {row.M}": words}
+        return f"{'a shape' if shape is None else shape.slug} {row.M}"
+
+    def _tell(self, row: Row, words: str) -> None:
+        self.told = {**self.told, self._name(row): words}
 
     # -- the bench -------------------------------------------------------------------------------------------------
 
