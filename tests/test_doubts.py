@@ -283,6 +283,11 @@ def slow_row() -> dict[str, object]:
     found["stays"] = served()
     found["status"] = list(state.doubts.told.values())
     found["counts"] = state.steps.counts
+    found["in a row"] = []
+    for between in (lambda: None, lambda: world.plugin.on_requests(scheduler, [batch]), scheduler.on_idle):
+        batches(3, 0.01)
+        between()
+        found["in a row"].append(state.steps._place is not None)
     found["fences"] = [fence.broken for fence in world.plugin._FENCES.values()]
     return found
 
@@ -302,4 +307,5 @@ def test_a_server_takes_back_a_row_that_made_its_steps_slower_and_measures_it_ag
     assert told["stays"]
     assert "serves again" in told["status"][0]
     assert told["counts"]["worse"] == 1
+    assert told["in a row"] == [True, False, False], "a message or an idle pass comes between two batches"
     assert not any(told["fences"])
