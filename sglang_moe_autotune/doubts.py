@@ -52,7 +52,7 @@ class Doubts:
         """"slug M" -> what became of its row, for people"""
         self._overlay, self._recapture, self._captured = overlay, recapture, captured
         self._served = True
-        self.steps = StepTimes(captured, self._opened)
+        self.steps = StepTimes(captured, self._opened, _context_of)
         self._answers: dict[Place, dict[CallKey, Any]] = {}
         self._fresh: dict[Place, set[Row]] = {}
         """rows whose effect on a place is being watched"""
@@ -125,9 +125,7 @@ class Doubts:
     def block(self, batch: Any, now_s: float) -> None:
         """``steps.ran`` said that a block is full. Where it shows that steps got worse, the rows go, before this batch
         runs: one swap of a table."""
-        lengths = getattr(batch, "seq_lens_cpu", None)  # kept by 0.5.11 to 0.5.23; None where drafts are verified
-        context = 0 if lengths is None else int(lengths.sum())
-        if (slowdown := self.steps.block(context, now_s)) is not None:
+        if (slowdown := self.steps.block(batch, now_s)) is not None:
             self._doubt(slowdown)
 
     def _doubt(self, slowdown: Slowdown) -> None:
@@ -221,3 +219,10 @@ class Doubts:
             words = f"did not hold when it was measured again ({finding.reason}): SGLang's own config serves"
         self._tell(row, words)
         logger.info("MoE autotune: the row of %s M=%d %s.", record.shape.slug, record.M, words)
+
+
+def _context_of(batch: Any) -> int:
+    """Tokens in the caches of a batch's requests. 0.5.11 to 0.5.23 keep their lengths on the host too, and may not
+    where drafts are verified."""
+    lengths = getattr(batch, "seq_lens_cpu", None)
+    return 0 if lengths is None else int(lengths.sum())

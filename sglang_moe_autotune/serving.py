@@ -118,7 +118,7 @@ class Serving:
         if (found := releases.batch_tokens(scheduler, batch)) is not None:
             self._last_request_s = now = time.monotonic()
             self.heat.batch(*found)
-            if self.steps.ran(found, now):
+            if self.steps.ran(found, now, batch):
                 self.doubts.block(batch, now)
             if found[0] == "prefill" and found[1] >= _LONG_PREFILL and self._scratch_bytes() > _SMALL_SCRATCH_BYTES:
                 self._let_go()  # it may need the memory, and takes far longer than giving it back

@@ -18,7 +18,7 @@ import bisect
 import math
 from collections import deque
 from statistics import median
-from typing import TYPE_CHECKING, Final, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
 from sglang_moe_autotune.heat import BatchKind  # noqa: TC001 - a field of a tuple
 
@@ -39,16 +39,18 @@ EXCESS: Final = 0.03
 EXCESS_ALONE: Final = 0.06
 """the same where none does"""
 SPREADS: Final = 3.0
-"""and by how many spreads of the blocks it must be worse"""
+"""and by how many spreads of the blocks it must be worse; and by a quarter more than nine in ten blocks were off before,
+since a load that comes and goes has a small spread while it stays"""
 
 _IN_A_ROW: Final = 3
 _PARTNERS: Final = 3
+_THINNED: Final = 8
 _MOST_AFTER: Final = 512
 _MOST_PLACES: Final = 256
-_CONTROLS: Final = 8
+_CONTROLS: Final = 3
 _CONTROL_BLOCKS: Final = 4
-_WINDOW: Final = 16
-"""blocks of a control on each side, the last ones: a judgement is made between two batches"""
+_WINDOW: Final = 32
+"""blocks of a control on each side, the last ones: a judgement is made between two batches, in less than half a ms"""
 _ALONE_FROM: Final = 24
 """Blocks from which on a size that has not run since the change is not waited for."""
 _TO_SIGMA: Final = 1.4826
@@ -99,15 +101,19 @@ class _Series:
     """What is kept of one place; its blocks all ran with the same rows."""
 
     __slots__ = (
-        *("after", "at_s", "before", "blocks", "controls", "open", "residuals", "restarts", "spread", "used_s"),
+        *("after", "at_s", "before", "blocks", "context", "controls", "dropped", "older", "open", "residuals"),
+        *("restarts", "usual", "used_s"),
     )
 
     def __init__(self) -> None:
         self.open: list[float] = []
         self.blocks: deque[Block] = deque(maxlen=BEFORE)
+        self.older: deque[Block] = deque(maxlen=BEFORE)
+        """one in eight of those before: what is usual there"""
+        self.dropped = self.context = 0
         self.before: tuple[Block, ...] = ()
         """the blocks before the change that is watched; none: nothing is"""
-        self.at_s = self.used_s = self.spread = 0.0
+        self.at_s = self.used_s = self.usual = 0.0
         self.controls: list[tuple[_Series, int, list[Block]]] = []
         """other places at the change, how often they had begun anew by then, and their blocks before it"""
         self.restarts = 0
@@ -119,20 +125,32 @@ class _Series:
         self.open, self.residuals, self.before, self.controls, self.after = [], [], (), [], 0
         self.restarts += 1
         self.blocks.clear()
+        self.older.clear()
+
+    def add(self, block: Block) -> None:
+        if len(self.blocks) == BEFORE:
+            self.dropped += 1
+            if self.dropped % _THINNED == 0:
+                self.older.append(self.blocks[0])
+        self.blocks.append(block)
 
 
 class StepTimes:
     """``ran`` before every batch, ``block`` where that says so, ``changed`` where rows took effect."""
 
     def __init__(
-        self, captured: Callable[[], Mapping[BatchKind, Sequence[int]]], opened: Callable[[Place], object]
+        self,
+        captured: Callable[[], Mapping[BatchKind, Sequence[int]]],
+        opened: Callable[[Place], object],
+        context_of: Callable[[Any], int],
     ) -> None:
-        """captured: tokens of the graphs by kind, ascending. opened: told of each place that is timed from now on."""
+        """captured: tokens of the graphs by kind, ascending. opened: told of each place that is timed from now on.
+        context_of: tokens in the caches of a batch's requests, 0 where that is not known; asked for some batches."""
         self.on = False
         """is anything timed? Not where no row changes in this process"""
         self.counts: dict[Outcome, int] = {}
         """changes by what was found of them"""
-        self._captured, self._opened = captured, opened
+        self._captured, self._opened, self._context_of = captured, opened, context_of
         self._series: dict[Place, _Series] = {}
         self._found: tuple[BatchKind, int] | None = None
         self._place: Place | None = None
@@ -148,7 +166,7 @@ class StepTimes:
         """Places where a change is being judged."""
         return sum(bool(series.before) for series in self._series.values())
 
-    def ran(self, found: tuple[BatchKind, int], now_s: float) -> bool:
+    def ran(self, found: tuple[BatchKind, int], now_s: float, batch: Any) -> bool:
         """A batch of this kind and so many tokens is about to run. True where its place has a block full."""
         if not self.on:
             return False
@@ -163,7 +181,7 @@ class StepTimes:
             if self._row < _IN_A_ROW:
                 self._last_s = now_s
                 return False
-            self._open = self._take_up().open
+            self._open = self._take_up(self._context_of(batch)).open
         self._open.append(now_s - self._last_s)
         self._last_s = now_s
         return len(self._open) >= BLOCK
@@ -172,16 +190,17 @@ class StepTimes:
         """Something came between two batches: an idle pass, a message, a batch that is not timed."""
         self._found = self._place = None
 
-    def block(self, context: int, now_s: float) -> Slowdown | None:
-        """Close the block that is full; a finding where it was the last one that the judgement needed."""
+    def block(self, batch: Any, now_s: float) -> Slowdown | None:
+        """Close the block that is full with this batch; a finding where the judgement needed just that."""
         place = self._place
         series = self._series.get(place) if place is not None else None
         if place is None or series is None or not series.open:
             return None
-        block = Block(math.log(max(1e-9, median(series.open))), context, now_s)
+        series.context = self._context_of(batch)
+        block = Block(math.log(max(1e-9, median(series.open))), series.context, now_s)
         series.open.clear()
         series.used_s = now_s
-        series.blocks.append(block)
+        series.add(block)
         return self._judge(place, series, block) if series.before else None
 
     def changed(self, place: Place, now_s: float, *, watch: bool = True) -> bool:
@@ -192,6 +211,7 @@ class StepTimes:
         if (series := self._series.get(place)) is None:
             return False
         before = series.before or tuple(series.blocks)
+        known = before + tuple(series.older)
         series.restart()
         if place == self._place:
             self._found = self._place = None
@@ -202,7 +222,7 @@ class StepTimes:
             return False
         series.before, series.at_s = before, now_s
         series.controls = self._controls(series)
-        series.spread = _spread([shift for block in before if (shift := _shift(block, before)) is not None])
+        series.usual = _usual([shift for block in known if (shift := _shift(block, known)) is not None])
         return True
 
     # -- the places ----------------------------------------------------------------------------------------------------
@@ -212,7 +232,7 @@ class StepTimes:
         place = bisect.bisect_left(sizes, tokens)
         return Place(kind, sizes[place] if place < len(sizes) else tokens)
 
-    def _take_up(self) -> _Series:
+    def _take_up(self, context: int) -> _Series:
         place = self._place
         assert place is not None  # noqa: S101 - for the type checker
         if (series := self._series.get(place)) is None:
@@ -221,6 +241,9 @@ class StepTimes:
             series = self._series[place] = _Series()
             series.used_s = self._last_s
             self._opened(place)
+        if abs(context - series.context) > ALIKE * context:
+            series.open.clear()  # other requests: a block is of one context
+        series.context = context
         return series
 
     # -- the judgement -------------------------------------------------------------------------------------------------
@@ -237,39 +260,44 @@ class StepTimes:
         if count not in LOOKS:
             return None
         drifts, known = self._drifts(series, count)
-        drift = median(drifts) if drifts else 0.0
-        excess, spread = median(series.residuals) - drift, max(series.spread, _spread(series.residuals))
+        drift, unrest = (median(column) for column in zip(*drifts, strict=True)) if drifts else (0.0, 0.0)
+        excess = median(series.residuals) - drift
+        usual = max(series.usual, unrest, SPREADS * _spread(series.residuals))
         least = math.log1p(EXCESS if drifts else EXCESS_ALONE)
-        if known and excess > max(least, SPREADS * spread):
+        if known and excess > max(least, usual):
             self._end(series, "worse")
             return Slowdown(place, math.expm1(excess), math.expm1(drift), count * BLOCK, len(drifts))
         if count == LOOKS[-1]:
             self._end(series, "harmless")
         return None
 
-    def _drifts(self, series: _Series, count: int) -> tuple[list[float], bool]:
-        """How much the places drifted whose rows stayed the same; and whether that is all: of those that run on not
+    def _drifts(self, series: _Series, count: int) -> tuple[list[tuple[float, float]], bool]:
+        """How much the places drifted whose rows stayed the same, and what is usual there; and whether that is all: of those that run on not
         enough may be known yet, and for one that was not seen since the change some blocks are waited for."""
-        drifts, known = [], True
+        drifts: list[tuple[float, float]] = []
+        known = True
         for other, restarts, before in series.controls:
             if other.restarts != restarts:
                 continue
             after = [b for b in other.blocks if b.at_s >= series.at_s][-_WINDOW:]
             shifts = [shift for block in after if (shift := _shift(block, before)) is not None]
             if len(shifts) >= _CONTROL_BLOCKS:
-                drifts.append(median(shifts))
+                drift = median(shifts)
+                drifts.append((drift, _usual([shift - drift for shift in shifts])))
             elif after or count < _ALONE_FROM:
                 known = False
         return drifts, known or bool(drifts)
 
     def _controls(self, series: _Series) -> list[tuple[_Series, int, list[Block]]]:
         """The places that were used last, with what is known of each before a change elsewhere."""
-        found = []
+        found: list[tuple[_Series, int, list[Block]]] = []
         for other in sorted(self._series.values(), key=lambda other: -other.used_s):
+            if len(found) == _CONTROLS:
+                break
             before = [b for b in other.blocks if b.at_s >= series.before[0].at_s][-_WINDOW:]
             if other is not series and not other.before and len(before) >= _CONTROL_BLOCKS:
                 found.append((other, other.restarts, before))
-        return found[:_CONTROLS]
+        return found
 
     def _end(self, series: _Series, outcome: Outcome) -> None:
         series.before, series.controls, series.residuals = (), [], []
@@ -284,6 +312,13 @@ def _shift(block: Block, before: Sequence[Block]) -> float | None:
     margin = ALIKE * block.context
     partners = [b.log_s for b in before if abs(b.context - block.context) <= margin and b is not block]
     return block.log_s - median(partners) if len(partners) >= _PARTNERS else None
+
+
+def _usual(shifts: Sequence[float]) -> float:
+    """What a block may be off by without anything having changed."""
+    if not shifts:
+        return math.inf
+    return max(SPREADS * _spread(shifts), 1.25 * sorted(map(abs, shifts))[int(0.9 * len(shifts))])
 
 
 def _spread(shifts: Sequence[float]) -> float:

@@ -88,8 +88,9 @@ class Bed:
     def batches(self, blocks: int, each_s: float) -> None:
         for _ in range(2 + blocks * BLOCK):
             self.now_s += each_s
-            if self.doubts.steps.ran(("decode", M), self.now_s):
-                self.doubts.block(SimpleNamespace(seq_lens_cpu=CONTEXTS), self.now_s)
+            batch = SimpleNamespace(seq_lens_cpu=CONTEXTS)
+            if self.doubts.steps.ran(("decode", M), self.now_s, batch):
+                self.doubts.block(batch, self.now_s)
 
     def publish(self) -> None:
         self.store.submit(record=self.record)
