@@ -39,8 +39,8 @@ EXCESS: Final = 0.03
 EXCESS_ALONE: Final = 0.06
 """the same where none does"""
 SPREADS: Final = 3.0
-"""and by how many spreads of the blocks it must be worse; and by a quarter more than nine in ten blocks were off before,
-since a load that comes and goes has a small spread while it stays"""
+"""and by how many spreads of the blocks it must be worse; and by a quarter more than nine in ten blocks were off
+before, since a load that comes and goes has a small spread while it stays"""
 
 _IN_A_ROW: Final = 3
 _PARTNERS: Final = 3
@@ -272,8 +272,9 @@ class StepTimes:
         return None
 
     def _drifts(self, series: _Series, count: int) -> tuple[list[tuple[float, float]], bool]:
-        """How much the places drifted whose rows stayed the same, and what is usual there; and whether that is all: of those that run on not
-        enough may be known yet, and for one that was not seen since the change some blocks are waited for."""
+        """How much the places drifted whose rows stayed the same, and what is usual there; and whether that is all: of
+        those that run on not enough may be known yet, and for one that was not seen since the change some blocks are
+        waited for."""
         drifts: list[tuple[float, float]] = []
         known = True
         for other, restarts, before in series.controls:
