@@ -80,10 +80,12 @@ class Doubts:
     # -- what is in effect where -----------------------------------------------------------------------------------
 
     def look(self, now_s: float, *, overlays: bool) -> None:
-        """Note where other rows are in effect than before. Costs one comparison where nothing can have changed.
+        """An idle pass ended: note where other rows are in effect than before. Costs one comparison where nothing can
+        have changed.
 
         overlays: are learned rows served at all?
         """
+        self.steps.pause()
         seen = (self._overlay.lookup.epoch, self._recapture.made, overlays)
         if seen == self._seen or not self.steps.on:
             return

@@ -38,8 +38,11 @@ class Harvest:
             return
         held = self._store.contents.records.get((record.shape, record.M))
         self._store.submit(record=record)
-        if record.verdict != "faster" or (held is not None and held.evidence.gain == record.evidence.gain):
-            return  # nothing to serve, or a further look found nothing better than what is served
+        if record.verdict != "faster":
+            self._take_back(record)
+            return
+        if held is not None and held.evidence.gain == record.evidence.gain:
+            return  # a further look found nothing better than what is served
         if self._mode != "restart":
             self._lookup.publish([row := (call_key(record.shape), record.M, record.pair)])
             self._recapture.adopted(*row)
@@ -49,6 +52,17 @@ class Harvest:
             *(record.shape.slug, record.M, 100 * evidence.gain, evidence.baseline_us, evidence.chosen_us),
             *(100 * evidence.gain_low, record.pair, record.baseline),
         )
+
+    def _take_back(self, record: Record) -> None:
+        """A further look found SGLang's own config faster than the row that is served."""
+        key = call_key(record.shape)
+        alone = self.peers is None or self.peers.place.ranks == 1
+        if alone and self._mode != "restart" and record.M in self._lookup.rows().get(key, {}):
+            self._lookup.publish([(key, record.M, None)])
+            logger.info(
+                "MoE autotune serves SGLang's own config for %s M=%d again: measured once more, it is the faster one.",
+                *(record.shape.slug, record.M),
+            )
 
     def tried(self, shape: MoeShape, M: int, trials: Sequence[Tried]) -> None:  # noqa: N803
         """What a search measured at its M."""

@@ -11,8 +11,15 @@ if TYPE_CHECKING:
     import collections
 
     from sglang_moe_autotune.marked import MarkedProvider
+    from sglang_moe_autotune.status import State
 
 logger = logging.getLogger("sglang.moe_autotune")
+
+REST_S = 0.001
+"""for which passes ask nothing after one that found nothing to do. What brings work (a batch, a message, the switch)
+ends it; what other processes say waits that long."""
+RESTFUL: frozenset[State] = frozenset({"idle", "standing aside", "off"})
+"""states of passes that found nothing to do"""
 
 
 class Passes:
@@ -33,9 +40,8 @@ class Passes:
 
     def begin(self, provider: Any) -> None:
         """The first slices of a window are small: a request often comes soon after another."""
-        self._window += 1
-        if self._window in {1, pace.SMALL_SLICES + 1}:
-            share = pace.SMALL_SHARE if self._window == 1 else 1.0
+        if self._window in {0, pace.SMALL_SLICES}:
+            share = pace.SMALL_SHARE if self._window == 0 else 1.0
             provider.slice_us = share * self._slice_us
 
     def end(self, taken_s: float, now: float, *, launched: bool, watched: bool = True) -> None:
@@ -43,6 +49,7 @@ class Passes:
 
         Not watched: a recording keeps no request waiting, and its passes are as long as the simulation takes.
         """
+        self._window += launched
         if self.lengths_s is not None:
             self.lengths_s.append(taken_s)
         if not watched:

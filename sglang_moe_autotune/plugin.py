@@ -71,7 +71,7 @@ class Fence:
 _FENCES = {
     LOOKUP.name: Fence("lookup", "SGLang's own configs are used from now on"),
     IDLE.name: Fence("idle", "nothing is tuned any more, learned rows stay in use"),
-    BATCH.name: Fence("batch", "served sizes are no longer counted"),
+    BATCH.name: Fence("batch", "nothing is tuned any more, learned rows stay in use"),
     LOAD.name: Fence("load", "nothing stored is used and nothing is tuned"),
     REQUESTS.name: Fence("request", "nothing is tuned any more, learned rows stay in use"),
     SERVER_INFO.name: Fence("server info", "/server_info does not show it any more"),
@@ -79,7 +79,8 @@ _FENCES = {
     CONTROL.name: Fence("control", "/set_internal_state does not switch it any more, the file does"),
     RECEIVE.name: Fence("receive", "several ranks capture no graph anew in service any more"),
 }
-_LOOKUP_FENCE, _IDLE_FENCE, _REQUEST_FENCE = (_FENCES[target.name] for target in (LOOKUP, IDLE, REQUESTS))
+_LOOKUP_FENCE, _IDLE_FENCE = _FENCES[LOOKUP.name], _FENCES[IDLE.name]
+_REQUEST_FENCE, _BATCH_FENCE = _FENCES[REQUESTS.name], _FENCES[BATCH.name]
 
 
 def register() -> None:
@@ -110,7 +111,9 @@ def register() -> None:
     for target, (hook, kind) in _HOOKS.items():
         HookRegistry.register(target.path, hook, HookType[kind])
     for target, (hook, kind) in _OPTIONAL_HOOKS.items():
-        wanted = hook is not on_capture or settings.startup_s > 0
+        wanted = (hook is not on_capture or settings.startup_s > 0) and (
+            hook is not on_receive or settings.recapture == "idle"  # several ranks capture again only where asked to
+        )
         if wanted and _why_unusable(target) is None:
             HookRegistry.register(target.path, hook, HookType[kind])
 
@@ -179,7 +182,7 @@ def on_idle(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: 
     Thousands of calls a second where nothing happens: hence a fence of two lines here too.
     """
     state = _serving
-    if state is not None and not (_IDLE_FENCE.broken or _REQUEST_FENCE.broken):
+    if state is not None and not (_IDLE_FENCE.broken or _REQUEST_FENCE.broken or _BATCH_FENCE.broken):
         try:
             if state.idle(scheduler):
                 return None
@@ -190,9 +193,12 @@ def on_idle(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: 
 
 
 def on_batch(scheduler: Any, *args: Any, **kwargs: Any) -> None:
-    """BEFORE ``Scheduler.run_batch``: count what is served."""
-    if _serving is not None:
-        _FENCES[BATCH.name].call(_serving.batch, scheduler, _first(args, kwargs))
+    """BEFORE ``Scheduler.run_batch``: count what is served, and when."""
+    state = _serving
+    if state is not None:
+        _BATCH_FENCE.call(state.batch, scheduler, _first(args, kwargs))
+        if _BATCH_FENCE.broken:
+            state.stop("when requests run can no longer be followed; the log has it")
 
 
 def _first(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

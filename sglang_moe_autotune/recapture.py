@@ -11,6 +11,7 @@ import torch
 
 from sglang_moe_autotune import graphs, releases, status
 from sglang_moe_autotune.captures import Captures, Size, Stale
+from sglang_moe_autotune.lookup import CallKey
 from sglang_moe_autotune.scratch import scratch_bytes
 
 if TYPE_CHECKING:
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
     from sglang_moe_autotune.doorbell import Doorbell
     from sglang_moe_autotune.heat import BatchKind
-    from sglang_moe_autotune.lookup import Call, CallKey, Lookup
+    from sglang_moe_autotune.lookup import Call, Lookup
     from sglang_moe_autotune.settings import RecaptureMode, Settings
     from sglang_moe_autotune.shapes import ConfigPair, MoeShape
 
@@ -106,6 +107,7 @@ class Recapture:
             return
         self._graphs = found.graphs
         self._captures = Captures((size for some in found.graphs for size in some.sizes()), asked)
+        self._adopted.update((CallKey(*key), M, pair) for (key, M), pair in asked.items() if pair is not None)
         self._alone = releases.ranks(scheduler.server_args) == 1
         if refused := "; ".join(f"{kind} graphs: {why}" for kind, why in found.refused.items()):
             self.reason = refused if not self.reason else f"{self.reason}; {refused}"

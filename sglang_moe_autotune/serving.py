@@ -22,7 +22,7 @@ from sglang_moe_autotune.layers import find_layers
 from sglang_moe_autotune.listener import CompileCount
 from sglang_moe_autotune.marked import MarkedProvider
 from sglang_moe_autotune.overlay import Overlay
-from sglang_moe_autotune.passes import Passes
+from sglang_moe_autotune.passes import REST_S, RESTFUL, Passes
 from sglang_moe_autotune.peers import Peers
 from sglang_moe_autotune.post import server_name
 from sglang_moe_autotune.recapture import Recapture
@@ -47,10 +47,6 @@ logger = logging.getLogger("sglang.moe_autotune")
 _MAX_FAULTS = 5
 _LONG_PREFILL = 1024
 _SMALL_SCRATCH_BYTES = 128 << 20
-_REST_S = 0.001
-"""after a pass that found nothing to do; whatever brings something (a batch, the switch) ends it, and what other
-processes say waits that long"""
-_RESTFUL: frozenset[State] = frozenset({"idle", "standing aside", "off"})
 _STATES: dict[Step, State] = {"worked": "tuning", "waiting": "waiting", "nothing": "idle"}
 
 
@@ -90,17 +86,18 @@ class Serving:
         self.agenda = Agenda()
         self.peers: Peers | None = None
         self._never = ""
-        self._deterministic = self._attached = False
+        self._deterministic = self._attached = self._startup_done = False
         self._faults = 0
         self._idled = False
         """was the last thing this loop did a pass in deep idle?"""
         self.intake = Intake(self.overlay, self.heat, self.recapture, settings.max_m, self._submit_note)
         self.doubts = Doubts(self.overlay, self.recapture, lambda: self.intake.captured)
         self.steps = self.doubts.steps
-        self._startup_done = False
         self._doorbell: Doorbell | None = None
         self._rest_until_s = 0.0
         self._last_request_s = time.monotonic()
+        self._served = False
+        """was there a batch since the last idle pass? Its hook runs before it, and it may take seconds"""
         self.idle_time = IdleTime(self._last_request_s)
 
     def answer(self, key: Call, M: int, return_down_config: bool) -> Any | None:  # noqa: N803
@@ -114,11 +111,11 @@ class Serving:
     def batch(self, scheduler: Any, batch: Any) -> None:
         self._idled, self._rest_until_s = False, 0.0
         if releases.is_filler(batch):
-            self._last_request_s = time.monotonic()  # another rank is not idle, so this one is not
+            self._served = True  # another rank is not idle, so this one is not
         if (found := releases.batch_tokens(scheduler, batch)) is not None:
-            self._last_request_s = now = time.monotonic()
+            self._served = True
             self.heat.batch(*found)
-            if self.steps.ran(found, now, batch):
+            if self.steps.ran(found, now := time.monotonic(), batch):
                 self.doubts.block(batch, now)
             if found[0] == "prefill" and found[1] >= _LONG_PREFILL and self._scratch_bytes() > _SMALL_SCRATCH_BYTES:
                 self._let_go()  # it may need the memory, and takes far longer than giving it back
@@ -149,12 +146,15 @@ class Serving:
         self._rest_until_s = 0.0
 
     def stop(self, reason: str) -> None:
-        """Tune no more in this process; learned rows stay in use."""
+        """Tune no more in this process; learned rows stay in use. Never raises: it is called after a fault."""
         if self.state != "off":
             self.state, self.reason = "off", reason
-            self._let_go()
-            if self.peers is not None:
-                self.peers.stop(reason)
+            try:
+                if self.peers is not None:
+                    self.peers.stop(reason)
+                self._let_go()
+            except Exception:
+                logger.exception("MoE autotune could not give everything back when it stopped.")
             self.tuner, self.steps.on = None, False
 
     def loaded(self, model_runner: Any) -> None:
@@ -178,22 +178,22 @@ class Serving:
         if now < self._rest_until_s:
             return False
         worked = self._pass(scheduler, now)
-        self.steps.pause()
         self.doubts.look(now, overlays=self.overlays)
-        if not worked and self.state in _RESTFUL:
-            self._rest_until_s = now + _REST_S
+        if not worked and self.state in RESTFUL:
+            self._rest_until_s = now + REST_S
         return worked
 
     def _pass(self, scheduler: Any, now: float) -> bool:
+        if self._served:
+            self._served, self._last_request_s = False, now
         if not self._attached:
             self._attach(scheduler)
         if self.recapture.idle(scheduler, now - self._last_request_s, self._let_go, overlays=self.overlays):
             return True
         if self._never or self.tuner is None:
             return False
-        # The first reason of the table in docs/limits.md that holds.
         if reason := self.switch.why or self.died or self.watch.why_paused(now) or releases.why_not_now(scheduler):
-            self._stand_aside(reason)
+            self._stand_aside(reason)  # the first one of the table in docs/limits.md that holds
             return False
         quiet_s = now - self._last_request_s
         deep = quiet_s >= self.settings.deep_idle_s

@@ -25,8 +25,13 @@ def test_nothing_is_left_once_it_is_spent_until_time_passes() -> None:
     budget.spent_until(36.0)
     assert not budget.left(0.0)
     assert budget.last_hour_s == 36.0
-    assert budget.left(100.0)
-    assert budget.last_hour_s == 35.0
+    assert not budget.left(170.0), "a bench that is opened for a moment achieves nothing"
+    assert budget.left(180.0)
+    budget.spent_until(37.0)
+    assert budget.left(180.0), "and what has come back is spent to its end"
+    budget.spent_until(37.9)
+    assert not budget.left(180.0)
+    assert budget.last_hour_s > 36.0
 
 
 def test_a_budget_of_zero_is_never_there() -> None:

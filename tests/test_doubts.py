@@ -82,7 +82,6 @@ class Bed:
         self.doubts.abandon()
 
     def look(self, *, overlays: bool = True) -> None:
-        self.doubts.steps.pause()
         self.doubts.look(self.now_s, overlays=overlays)
 
     def batches(self, blocks: int, each_s: float) -> None:

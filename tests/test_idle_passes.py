@@ -344,6 +344,76 @@ def test_a_window_begins_after_a_grace_with_small_slices_and_health_probes_are_n
     assert told["idle"][2] == 2
 
 
+def long_batches() -> dict[str, object]:
+    """Steps of the first idle passes after batches that took so long, and the slices after a wait for binaries."""
+    import builtins
+    from types import SimpleNamespace
+
+    world = builtins.world  # type: ignore[attr-defined]
+    scheduler, found = world.Scheduler(), {}
+    mode = SimpleNamespace(is_extend=lambda: True)
+    batch = SimpleNamespace(reqs=[SimpleNamespace(rid="user")], forward_mode=mode, extend_num_tokens=8192)
+    for took_s in (0.02, 0.2, 12.0):
+        state = world.fresh()
+        world.plugin.on_batch(scheduler, batch)  # before it runs
+        world.clock.now += took_s
+        scheduler.on_idle()
+        found[f"{took_s:g} s"] = [list(state.tuner.steps), state.state]
+    state = world.fresh()
+    provider = SimpleNamespace(slice_us=None)
+    state.device = SimpleNamespace(provider=provider)
+    state.tuner.result = "waiting"
+    for _ in range(20):
+        scheduler.on_idle()
+    state.tuner.result, lengths = "worked", []
+    for _ in range(9):
+        scheduler.on_idle()
+        lengths.append(provider.slice_us)
+    found["lengths"] = lengths
+    return found
+
+
+@pytest.mark.sglang
+def test_grace_and_deep_idle_count_from_the_end_of_a_batch(world: SchedulerProcess) -> None:
+    told = world.run(long_batches)
+    assert told["0.02 s"] == told["0.2 s"] == told["12 s"] == [[], "busy"]
+    assert told["lengths"] == [200.0] * 8 + [500.0], "passes that launch nothing use up no small slices"
+
+
+def faults_after_faults() -> dict[str, object]:
+    import builtins
+    from types import SimpleNamespace
+
+    world = builtins.world  # type: ignore[attr-defined]
+    scheduler = world.Scheduler()
+    found: dict[str, object] = {}
+
+    def abandon() -> None:
+        raise RuntimeError("planted: the bench cannot be closed")
+
+    state = world.fresh()
+    world.plugin.on_batch(scheduler, SimpleNamespace(reqs=[SimpleNamespace(rid="a")]))  # without a forward mode
+    for _ in range(3):
+        scheduler.on_idle()
+    found["batch"] = [state.state, state.reason, scheduler.slept]
+
+    state = world.fresh()
+    tuner, tuner.abandon = state.tuner, abandon
+    del scheduler._engine_paused, scheduler.weight_updater
+    scheduler.profiler_manager = None
+    for _ in range(3):
+        scheduler.on_idle()
+    found["idle"] = [state.state, state.reason, len(tuner.steps), state.tuner is None]
+    return found
+
+
+@pytest.mark.sglang
+def test_a_fault_ends_tuning_and_a_second_one_in_tidying_up_is_none_of_sglangs(world: SchedulerProcess) -> None:
+    told = world.run(faults_after_faults)
+    assert told["batch"] == ["off", "when requests run can no longer be followed; the log has it", 3]
+    assert told["idle"] == ["off", "tuning ended with a fault; the log has it", 0, True]
+
+
 def resting() -> dict[str, object]:
     """Steps and SGLang's sleeps of passes 0.1 ms apart, after a pass that found nothing, and after what ends a rest."""
     import builtins
@@ -511,9 +581,9 @@ def test_c27_a_long_prefill_gets_the_scratch_back_before_it_runs(world: Schedule
 
 def waiting_request() -> dict[str, object]:
     import builtins
-    import time
     from types import SimpleNamespace
 
+    import effort
     import zmq
 
     world = builtins.world  # type: ignore[attr-defined]
@@ -544,10 +614,8 @@ def waiting_request() -> dict[str, object]:
     found["received"] = inbox.recv(zmq.NOBLOCK).decode()
     found["received once"] = passes(3)
     bell = Doorbell(scheduler)
-    begun = time.perf_counter()
-    for _ in range(2000):
-        bell.rung()
-    found["us"] = (time.perf_counter() - begun) / 2000 * 1e6
+    bell.rung()
+    found["lines"] = effort.lines(bell.rung)
     found["sockets"] = [
         len(releases.request_sockets(scheduler)),
         len(releases.request_sockets(SimpleNamespace(recv_from_tokenizer=inbox, recv_from_rpc=None))),
@@ -567,7 +635,7 @@ def test_c25_no_slice_begins_while_a_request_waits_in_a_socket(world: SchedulerP
     assert told["somebody waits"] == [0, 3]
     assert told["received"] == "a request"
     assert told["received once"] == [3, 0]
-    assert told["us"] < 50  # under 5 on a machine with nothing else to do
+    assert told["lines"] < 20
     assert told["sockets"] == [2, 1, 0, 2, 0, 0]
 
 

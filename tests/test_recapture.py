@@ -57,7 +57,7 @@ class Server:
 
     def __init__(
         self, monkeypatch: pytest.MonkeyPatch, *, backend: str = "triton", pool: str = "MHATokenToKVPool",
-        ranks: int = 1, **settings: Any,
+        ranks: int = 1, rows: dict[int, ConfigPair] | None = None, **settings: Any,
     ) -> None:  # fmt: skip
         self.now_s = 1000.0
         self.free = 64 * GIB
@@ -70,6 +70,7 @@ class Server:
         monkeypatch.setattr(recapture, "SHOWN", {("0.5.16", "triton", "MHATokenToKVPool")})
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (self.free, 80 * GIB))
         self.recapture = Recapture(Settings(**settings), self.lookup, lambda: [SHAPE], clock=lambda: self.now_s)
+        self.lookup.publish([(KEY, M, pair) for M, pair in (rows or {}).items()])
         for some in (self.decode, self.prefill):
             for size in some.sizes():
                 some.ask(size.size)
@@ -155,6 +156,16 @@ def test_rows_that_are_not_served_any_more_leave_the_graphs(server: Server) -> N
     assert not server.recapture.stale
     server.decode.ask = MadeUpGraphs.ask.__get__(server.decode)  # type: ignore[method-assign]
     assert server.passes(40, overlays=True) == 1, "and come back with it"
+
+
+def test_stored_rows_that_the_first_capture_held_come_back_to_the_graphs_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    server = Server(monkeypatch, rows={8: ONE})
+    assert server.passes(40) == 0
+    server.decode.ask = lambda _: None  # type: ignore[method-assign]
+    assert server.passes(40, overlays=False) == 1
+    server.decode.ask = MadeUpGraphs.ask.__get__(server.decode)  # type: ignore[method-assign]
+    assert server.passes(40, overlays=True) == 1
+    assert server.recapture.put_off == {}
 
 
 def test_a_failed_capture_is_tried_again_later_and_not_for_ever(server: Server) -> None:
