@@ -26,7 +26,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from gpu_server import Model, Server
+from gpu_server import Model, Server, with_checkout
 
 from sglang_moe_autotune import records, status, store
 from sglang_moe_autotune.shapes import GEMMS, KernelConfig, MoeShape
@@ -116,7 +116,7 @@ def profile(server: Server, folder: Path) -> dict[int, list[dict[str, Any]]]:
     found = {}
     long_prompt = [[(11 * j) % 31000 + 5 for j in range(PREFILL_TOKENS)]]
     for M, request, new in ((PREFILL_TOKENS, long_prompt, 1), (DECODE_BATCH, prompts(), DECODE_STEPS)):  # noqa: N806
-        server.post("/flush_cache", {})
+        server.flush()
         before = set(folder.rglob("*.json.gz"))
         server.post("/start_profile", {"output_dir": str(folder), "activities": ["CPU", "GPU"]})
         server.generate(request, new)
@@ -223,6 +223,11 @@ def report_learning(
     run.findings["deferred"] = dict(live.deferred)
     run.findings["gpu_s"] = live.gpu_s
     run.findings["slices"] = live.slices
+    run.findings["watch"] = watched = {
+        "passes_over": live.passes_over, "pauses": live.pauses, "pass_longest_us": round(live.pass_longest_us),
+        "pass_p99_us": live.pass_p99_us,
+    }  # fmt: skip
+    run.check("tuning never paused itself", live.pauses == 0, str(watched))
     counts = live.compile
     run.findings["compile"] = {"ordered": counts.ordered, "ready": counts.ready, "failed": counts.failed}
     run.check("(b) rows learned for captured M", bool(faster), f"{len(faster)} faster, {len(rows) - len(faster)} kept,"
@@ -272,7 +277,8 @@ def watch(run: Run) -> None:
     """What a person sees who watches the server: some seconds of ``status --watch``, kept beside the figures."""
     command = [sys.executable, "-m", "sglang_moe_autotune.cli", "status", "--watch", "--dir", str(run.work / "store")]
     with (run.out / "status_watch.txt").open("wb") as out:
-        process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT)
+        environ = with_checkout({**os.environ})
+        process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=environ)
         time.sleep(6.0)
         process.send_signal(signal.SIGINT)
         code = process.wait(20)
@@ -285,7 +291,7 @@ def later_servers(run: Run) -> None:
     """Export, then a stock server on the files, then a warm one with the plugin."""
     export = run.work / "export"
     command = [sys.executable, "-m", "sglang_moe_autotune.cli", "export", str(export), "--dir", str(run.work / "store")]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=with_checkout({**os.environ}))
     run.check("(d) export", done.returncode == 0, (done.stderr or done.stdout).strip()[-300:])
     for file in export.rglob("*.json"):
         shutil.copy(file, run.out / f"export_{'down' if file.stem.endswith('_down') else 'up'}.json")

@@ -1,15 +1,16 @@
 #!/usr/bin/env python3
 """Several ranks on GPUs: a real SGLang server on two of them, observed from outside.
 
-    gpu_ranks.py --out DIR --part tp differ    (about 5 minutes)
-    gpu_ranks.py --out DIR --part two one      (about 6)
-    gpu_ranks.py --out DIR --part ep           (about 3) [--work DIR] [--idle-s 120] [-- more server flags]
+    gpu_ranks.py --out DIR --part tp           (about 5 minutes)
+    gpu_ranks.py --out DIR --part differ ep    (about 7)
+    gpu_ranks.py --out DIR --part two one      (about 6) [--work DIR] [--idle-s 120] [-- more server flags]
 
-``tp``: a TP=2 server learns; requests in between, rank 1 stopped for 3 s while it tunes and again in the middle of a
-vote; rows and epochs of both. ``differ``: TP=2 with those rows on one rank only, with custom all-reduce, NCCL and
-symmetric memory: the same log-probabilities. ``two`` and ``one``: nothing but learning, the same local shape on two
-GPUs and on one, each from an empty cache, for the speed-up. ``ep``: an EP=2 server learns. Later parts find what
-earlier ones left in the work folder (Triton's cache, the store).
+``tp``: a TP=2 server learns; tuning switched on and off in turn beside requests, rank 1 stopped for 3 s while it tunes
+and again in the middle of a vote, rows and epochs of both; then both capture graphs together on that vote. ``differ``:
+TP=2 with those rows on one rank only, with custom all-reduce and with NCCL: the same log-probabilities. ``two`` and
+``one``: nothing but learning, the same local shape on two GPUs and on one, for the speed-up; each begins with the
+kernels that a start compiles and no others. ``ep``: an EP=2 server learns. Later parts find what earlier ones left in
+the work folder (Triton's cache, the store), if it is the same machine.
 """
 
 from __future__ import annotations
@@ -20,32 +21,42 @@ import os
 import random
 import shutil
 import signal
-import statistics
+import subprocess
 import sys
 import time
+import traceback
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from gpu_server import Model, Server
+import gpu_acceptance
+import gpu_answers
+from bench_figures import difference, quantile
+from gpu_answers import Answer, agree, told
+from gpu_parts import LIMIT_S, Parts, end_on_terminate
+from gpu_server import FEWER_SIZES, Model, Server
 
 from sglang_moe_autotune import records, status, store
 
+if TYPE_CHECKING:
+    from sglang_moe_autotune.shapes import ConfigPair
+
 HERE = Path(__file__).resolve().parent
 PARTS = ("tp", "differ", "two", "one", "ep")
+NEEDED_S = {"tp": 240.0, "differ": 170.0, "two": 120.0, "one": 120.0, "ep": 150.0}
 COLD = ("two", "one")
-SHORT = ("--chunked-prefill-size", "2048", "--cuda-graph-max-bs", "16", "--mem-fraction-static", "0.6")
+SHORT = (*FEWER_SIZES, "--mem-fraction-static", "0.6")
 STOP_S = 3.0
-TOLERANCE = 0.1
-"""of a log-probability: other tiles add in another order, in bf16"""
+TURNS, TURN_S, RATE = 5, 5.0, 4.0
+LIMITS_MS = {"p50": 0.5, "p99": 2.0, "max": 5.0}
+"""what tuning may add to a time to first token"""
 HALVED = Model(intermediate=512)
 MODELS = {"tp": HALVED, "differ": HALVED, "two": HALVED, "one": Model(), "ep": Model(experts=512)}
-FLAGS = {
-    "tp": ("--tp-size", "2"),
-    "one": (),
-    "differ": ("--tp-size", "2"),
-    "two": ("--tp-size", "2"),
-    "ep": ("--tp-size", "2", "--ep-size", "2"),
-}
+# The fusion that SGLang turns on by itself compiles FlashInfer's kernels at the start, for minutes.
+TWO = ("--tp-size", "2", "--enforce-disable-flashinfer-allreduce-fusion")
+FLAGS = {"tp": TWO, "one": (), "differ": TWO, "two": TWO, "ep": (*TWO, "--ep-size", "2")}
+WAYS = {"custom": (), "nccl": ("--disable-custom-all-reduce",), "symmetric": ("--enable-symm-mem",)}
+MULTICAST = "NCCL_NVLS_ENABLE"
+"""``--enable-symm-mem`` sets it to 1 whatever it was: NVLink multicast, which not every machine may use"""
 
 
 class Run:
@@ -60,6 +71,7 @@ class Run:
         self.notes = self.work / "notes"
         self.found: dict[str, Any] = {}
         self.checks: list[tuple[str, bool, str]] = []
+        self.answers: dict[int, tuple[float, float, ConfigPair]] = {}
         if part != "differ":
             shutil.rmtree(self.store, ignore_errors=True)
         shutil.rmtree(self.notes, ignore_errors=True)
@@ -67,6 +79,9 @@ class Run:
         self.triton = self.work / (f"triton-{part}" if part in COLD else "triton")
         if part in COLD:
             shutil.rmtree(self.triton, ignore_errors=True)
+            if (started := self.work / "triton-started").is_dir():
+                shutil.copytree(started, self.triton)
+        self.found["cache"] = "what a start compiles" if self.triton.is_dir() else "empty"
         self.model = MODELS[part].write(self.work / f"model-{part}")
         probe = self.work / "probe"
         shutil.rmtree(probe, ignore_errors=True)
@@ -92,10 +107,22 @@ class Run:
     def serve(self, name: str, *flags: str, **environ: str) -> Server:
         log = self.out / f"ranks_{self.part}_{name}.log"
         print(f"--- {self.part}: starting server {name}", flush=True)
-        port = self.options.port + PARTS.index(self.part)
         every = (*SHORT, *FLAGS[self.part], *flags, *self.options.flags)
-        server = Server(self.model, port, log, {**self.environ, **environ}, every)
+        environ = {**self.environ, **environ}
+        port = self.options.port + 2 * PARTS.index(self.part)
+        try:
+            server = Server(self.model, port, log, environ, every, wait_s=self.options.start_s)
+        except RuntimeError:
+            # A custom all-reduce that the machine does not bear is no matter of tuning: once more, by NCCL.
+            if self.part == "one" or "--disable-custom-all-reduce" in every:
+                raise
+            traceback.print_exc()
+            self.found.setdefault("started_by_nccl", []).append(name)
+            every = (*every, "--disable-custom-all-reduce")
+            server = Server(self.model, port + 1, log, environ, every, wait_s=self.options.start_s)
         self.found.setdefault("started_s", {})[name] = round(server.started_s, 1)
+        self.found["all_reduce"] = [x[-200:] for x in server.text().splitlines() if "ll-reduce" in x or "llreduce" in x
+                                    or "All Reduce" in x][:6]  # fmt: skip
         print(f"    healthy after {server.started_s:.1f} s", flush=True)
         return server
 
@@ -104,11 +131,31 @@ class Run:
         servers = status.read(self.store).servers
         return {s.live.rank: s.live for s in servers if s.presence == "running"}
 
+    def live_ranks(self, ranks: int, wait_s: float = 10.0) -> dict[int, status.LiveStatus]:
+        """The same, once so many ranks have said something; what there is after a while."""
+        end = time.monotonic() + wait_s
+        while len(live := self.live()) < ranks and time.monotonic() < end:
+            time.sleep(0.2)
+        return live
+
     def rows(self) -> dict[int, records.Record]:
         found = [listed for listed in store.environments(self.store) if listed.environment is not None]
         if len(found) != 1:
             return {}
         return {record.M: record for record in store.read(found[0].path).records.values()}
+
+    def note_answers(self, taken_s: float) -> None:
+        """When each M had its first accepted record, and its last one. A row that waits for the other rank to measure
+        it is in the store as a candidate, with another source."""
+        for M, record in self.rows().items():  # noqa: N806
+            if record.source == "learned" and self.answers.get(M, (0.0, 0.0, None))[2] != record.pair:
+                first_s = self.answers[M][0] if M in self.answers else taken_s
+                self.answers[M] = (round(first_s, 1), round(taken_s, 1), record.pair)
+
+    def begin(self) -> float:
+        """Learning begins: a moment of the monotonic clock."""
+        self.answers.clear()
+        return time.monotonic()
 
     def board(self) -> list[dict[str, Any]]:
         """The posts of the running server's ranks."""
@@ -122,26 +169,53 @@ def prompts() -> list[list[int]]:
     return [[(7 * i + 13 * j) % 31000 + 5 for j in range(24)] for i in range(8)]
 
 
-def first_token_ms(server: Server) -> float:
-    begun = time.monotonic()
-    server.generate(prompts()[0], 1)
-    return 1e3 * (time.monotonic() - begun)
+def first_token_ms(server: Server, rng: random.Random) -> float:
+    """Of a prompt that no cache has seen; one token, so that the first is the last."""
+    prompt = [rng.randrange(5, 31000) for _ in range(24)]
+    begun = time.perf_counter()
+    server.generate(prompt, 1)
+    return 1e3 * (time.perf_counter() - begun)
 
 
-def first_tokens(server: Server, seconds: float, seed: int) -> dict[str, float]:
-    """Time to first token of requests that arrive at random moments."""
-    rng, found, end = random.Random(seed), [], time.monotonic() + seconds  # noqa: S311 - moments, no secrets
-    while time.monotonic() < end:
-        time.sleep(rng.uniform(0.1, 0.4))
-        found.append(first_token_ms(server))
-    found.sort()
-    p99 = found[min(len(found) - 1, int(len(found) * 0.99))]
-    return {"count": len(found), "median": statistics.median(found), "p99": p99, "max": found[-1]}
+def first_tokens(run: Run, server: Server) -> None:
+    """Requests at random moments, tuning switched on and off in turn: what it adds to the time to first token."""
+    times: dict[bool, list[float]] = {True: [], False: []}
+    slices = []
+    for turn in range(TURNS):
+        for tuning in (turn % 2 == 0, turn % 2 == 1):  # a drift meets both alike
+            server.post("/set_internal_state", {"server_args": {"moe_autotune": 2 if tuning else 1}})
+            rng, end = random.Random(turn), time.monotonic() + TURN_S  # noqa: S311 - moments, the same for both
+            before = told_state(server)
+            while time.monotonic() < end:
+                time.sleep(rng.expovariate(RATE))
+                times[tuning].append(first_token_ms(server, rng))
+            after = told_state(server)
+            if after["switch"] != ("on" if tuning else "rows"):
+                raise RuntimeError(f"the switch says {after['switch']!r}, tuning {tuning}")
+            if tuning:
+                slices.append(after["slices"] - before["slices"])
+    server.post("/set_internal_state", {"server_args": {"moe_autotune": 2}})
+    on, off = times[True], times[False]
+    found: dict[str, Any] = {"requests": {"on": len(on), "off": len(off)}, "slices_of_rank_0_in_on_turns": slices}
+    for name, of in (("p50", lambda v: quantile(v, 0.5)), ("p99", lambda v: quantile(v, 0.99)), ("max", max)):
+        added = difference(on, off, of)
+        found[name] = {"on_ms": of(on), "off_ms": of(off), "added_ms": added}
+        run.check(f"added time to first token, {name} <= {LIMITS_MS[name]} ms", added["value"] <= LIMITS_MS[name],
+                  f"{added['value']:+.2f} ms ({added['low']:+.2f} to {added['high']:+.2f}), off {of(off):.2f} ms,"
+                  f" {len(on)} requests")  # fmt: skip
+    found["times_ms"] = {"on": on, "off": off}
+    run.found["first_token"] = found
+    run.check("rank 0 tuned in the turns that count", sum(slices) > 0, f"slices {slices}")
+
+
+def told_state(server: Server) -> dict[str, Any]:
+    found: dict[str, Any] = server.get("/server_info")["internal_states"][0]["moe_autotune"]
+    return found
 
 
 def stop_a_rank(run: Run, server: Server, rank: int, name: str) -> None:
     """SIGSTOP for 3 s: the others wait in SGLang's broadcast, as for any slow rank, and all goes on afterwards."""
-    live = run.live().get(rank)
+    live = run.live_ranks(2).get(rank)
     if live is None:
         run.check(name, False, f"rank {rank} has no live status")
         return
@@ -161,6 +235,7 @@ def wait_until_learned(run: Run, most_s: float, begun: float) -> float:
         time.sleep(0.5)
         taken_s = time.monotonic() - begun
         live = run.live()
+        run.note_answers(taken_s)
         if taken_s - last > 15:
             last = taken_s
             print(f"    {taken_s:4.0f} s: " + "; ".join(
@@ -174,7 +249,7 @@ def wait_until_learned(run: Run, most_s: float, begun: float) -> float:
 
 def report(run: Run, server: Server, taken_s: float, ranks: int) -> None:
     time.sleep(4.0)
-    live, rows = run.live(), run.rows()
+    live, rows = run.live_ranks(ranks), run.rows()
     faster = {M: r for M, r in rows.items() if r.verdict == "faster" and r.source == "learned"}
     run.found["learning_s"] = round(taken_s, 1)
     run.found["rows"] = {
@@ -183,11 +258,14 @@ def report(run: Run, server: Server, taken_s: float, ranks: int) -> None:
     }  # fmt: skip
     run.found["live"] = {
         str(rank): {"epoch": x.epoch, "rows": x.rows, "gpu_s": x.gpu_s, "slices": x.slices, "waits": x.waits,
+                    "passes_over": x.passes_over, "pauses": x.pauses, "pass_longest_us": x.pass_longest_us,
+                    "pass_p99_us": x.pass_p99_us, "left": len(x.queue),
                     "compile": [x.compile.ordered, x.compile.ready, x.compile.failed],
                     "compiles_for_tuning": x.serving_compiles_for_tuning, "deferred": dict(x.deferred)}
         for rank, x in sorted(live.items())
     }  # fmt: skip
     log = server.text()
+    run.found["answered_s"] = {str(M): [first, last] for M, (first, last, _) in sorted(run.answers.items())}
     run.found["epoch_log"] = [x[-200:] for x in log.splitlines() if "MoE autotune, epoch" in x]
     run.check("every rank is there", sorted(live) == list(range(ranks)), str(sorted(live)))
     run.check("rows were learned", bool(faster), f"{len(faster)} faster of {len(rows)} in {taken_s:.1f} s")
@@ -197,29 +275,40 @@ def report(run: Run, server: Server, taken_s: float, ranks: int) -> None:
     run.check("nothing differs", not waits, "; ".join(waits) or "nothing")
     compiled = {x.serving_compiles_for_tuning for x in live.values()}
     run.check("0 compiles for tuning in the serving processes", compiled == {0}, str(compiled))
-    told = ("MoE autotune failed", "MoE autotune could", "Traceback")
-    errors = [x for x in log.splitlines() if any(words in x for words in told)]
-    run.check("no error in the server's log", not errors, "; ".join(errors[:3]) or "none")
+    log_is_clean(run, server, "after learning")
 
 
-def part_tp(run: Run) -> None:
-    with run.serve("learns", RANKS_PROBE_GRAPHS=str(run.notes)) as server:
-        begun = time.monotonic()
+def log_is_clean(run: Run, server: Server, when: str) -> None:
+    words = ("MoE autotune failed", "MoE autotune could", "Traceback")
+    errors = [x for x in server.text().splitlines() if any(word in x for word in words)]
+    run.check(f"no error in the server's log {when}", not errors, "; ".join(errors[:3]) or "none")
+
+
+def part_tp(run: Run, parts: Parts) -> None:
+    # Without ``idle`` no message is put to all ranks.
+    with run.serve("learns", RANKS_PROBE_GRAPHS=str(run.notes), SGLANG_MOE_AUTOTUNE_RECAPTURE="idle") as server:
+        parts.run("tp: cache", lambda: keep_cache(run))
+        begun = run.begin()
         answer = server.generate(prompts(), 8)
         run.check("a request at once", all(len(x["output_ids"]) == 8 for x in answer), f"{len(answer)} answers")
-        time.sleep(8.0)
-        run.found["first_token_ms_tuning"] = first_tokens(server, 12.0, 1)
-        at_s = time.monotonic()
-        stop_a_rank(run, server, 1, "rank 1 stopped for 3 s while it tunes")
-        run.found["stopped_s"] = round(time.monotonic() - at_s, 1)
-        taken_s = wait_until_learned(run, run.options.idle_s, begun)
-        vote(run, server)
-        run.found["first_token_ms_idle"] = first_tokens(server, 8.0, 2)
-        during, after = run.found["first_token_ms_tuning"], run.found["first_token_ms_idle"]
-        run.check("time to first token while it tunes", during["median"] < after["median"] + 2.0,
-                  f"median {during['median']:.1f} ms, p99 {during['p99']:.1f}, max {during['max']:.1f};"
-                  f" idle {after['median']:.1f}, {after['p99']:.1f}, {after['max']:.1f}")  # fmt: skip
-        report(run, server, taken_s, 2)
+        stock = log_probabilities(server)
+        noise = gpu_answers.difference(stock, log_probabilities(server, together=True))
+        parts.run("tp: first tokens", lambda: first_tokens(run, server))
+        parts.run("tp: stopped", lambda: stop_a_rank(run, server, 1, "rank 1 stopped for 3 s while it tunes"))
+        most_s = time.monotonic() - begun + run.options.idle_s
+        taken_s = wait_until_learned(run, min(most_s, most_s - run.options.idle_s + parts.left_s - 90), begun)
+        parts.run("tp: report", lambda: report(run, server, taken_s, 2))
+        parts.run("tp: vote", lambda: vote(run, server), need_s=40)
+        parts.run("tp: together", lambda: together(run, server, stock, noise), need_s=20)
+        server.rest()
+        log_is_clean(run, server, "at the end")
+
+
+def keep_cache(run: Run) -> None:
+    """What a start compiles, for the parts that begin with it; a few candidates' binaries may be among it."""
+    kept = run.work / "triton-started"
+    shutil.rmtree(kept, ignore_errors=True)
+    shutil.copytree(run.triton, kept, ignore=shutil.ignore_patterns("tmp.*"))
 
 
 def vote(run: Run, server: Server) -> None:
@@ -240,88 +329,124 @@ def vote(run: Run, server: Server) -> None:
         path = run.notes / "captured.jsonl"
         lines = [json.loads(x) for x in path.read_text().splitlines()] if path.exists() else []
     run.found["captured"] = lines
-    apart_ms = 1e3 * abs(lines[0]["unix_s"] - lines[1]["unix_s"]) if len(lines) == 2 else -1.0
-    same = len(lines) == 2 and lines[0]["sizes"] == lines[1]["sizes"]
+    apart_ms = 1e3 * abs(lines[0]["unix_s"] - lines[1]["unix_s"]) if len(lines) >= 2 else -1.0
+    same = len(lines) >= 2 and lines[0]["sizes"] == lines[1]["sizes"] and {x["rank"] for x in lines[:2]} == {0, 1}
     run.check("both ranks start together", same, f"{lines[:1]}, {apart_ms:.2f} ms apart")
     answer = server.generate(prompts()[0], 4)
     run.check("requests after the message", len(answer["output_ids"]) == 4, "answered")
 
 
-def part_two(run: Run) -> None:
+def together(run: Run, server: Server, stock: list[Answer], noise: dict[str, float]) -> None:
+    """What the two ranks made of the vote: the graphs of its sizes captured anew on both, and answers as before."""
+    path, lines, end, quiet_s = run.notes / "recaptured.jsonl", [], time.monotonic() + 60, 0.0
+    while time.monotonic() < end and quiet_s < 5.0:  # one ballot may follow another
+        time.sleep(0.5)
+        now = [json.loads(x) for x in path.read_text().splitlines()] if path.exists() else []
+        quiet_s = quiet_s + 0.5 if now and now == lines else 0.0
+        lines = now
+    run.found["recaptured"] = lines
+    by_rank = {rank: [x["done"] for x in lines if x["rank"] == rank] for rank in (0, 1)}
+    done = {rank: [list(one) for one in of if one] for rank, of in by_rank.items()}
+    failed = [found for of in by_rank.values() for one in of for found in one.items() if found[1]["reason"]]
+    run.check("both ranks captured the same graphs anew", bool(done[0]) and done[0] == done[1] and not failed,
+              f"{done[0]}; rank 1 {'the same' if done[0] == done[1] else done[1]}; failed {failed[:2]}")  # fmt: skip
+    found = gpu_answers.difference(stock, log_probabilities(server))
+    run.found["log_probabilities"] = {"stock, alone and in a batch": noise, "stock and captured anew": found}
+    run.check("answers agree as two stock runs do", agree(found, noise), f"{told(found)}; stock {told(noise)}")
+
+
+def part_two(run: Run, parts: Parts) -> None:
+    learn_only(run, parts, 2)
+
+
+def part_one(run: Run, parts: Parts) -> None:
+    learn_only(run, parts, 1)
+    for place in (run.out, run.work):
+        if (other := place / "ranks_two.json").exists():
+            compare(run, json.loads(other.read_text()))
+            return
+    run.check("two ranks tune in less time", False, "part two left no results here")
+
+
+def learn_only(run: Run, parts: Parts, ranks: int) -> None:
     with run.serve("learns") as server:
-        begun = time.monotonic()
+        begun = run.begin()
         server.generate(prompts(), 8)
-        taken_s = wait_until_learned(run, run.options.idle_s, begun)
-        report(run, server, taken_s, 2)
+        taken_s = wait_until_learned(run, min(run.options.idle_s, parts.left_s - 30), begun)
+        report(run, server, taken_s, ranks)
+        server.rest()
 
 
-def part_one(run: Run) -> None:
-    with run.serve("learns") as server:
-        begun = time.monotonic()
-        server.generate(prompts(), 8)
-        taken_s = wait_until_learned(run, run.options.idle_s, begun)
-        report(run, server, taken_s, 1)
-    other = run.out / "ranks_two.json"
-    if other.exists():
-        two = json.loads(other.read_text())
-        mine = {M for M, r in run.found["rows"].items() if r["verdict"] == "faster"}
-        theirs = {M for M, r in two["rows"].items() if r["verdict"] == "faster" and r["source"] == "learned"}
-        times = run.found["learning_s"] / max(0.1, two["learning_s"])
-        run.found["speed_up"] = times
-        run.check("two ranks tune in less time", times >= 1.7, f"{times:.2f} times ({run.found['learning_s']} s and"
-                  f" {two['learning_s']} s); faster rows {len(mine)} and {len(theirs)}, {len(mine & theirs)} at the"
-                  " same M")  # fmt: skip
+def compare(run: Run, two: dict[str, Any]) -> None:
+    """The time until every M that both learned had an accepted record, and until its last one."""
+    ours, theirs = run.found["answered_s"], two["answered_s"]
+    both = ours.keys() & theirs.keys()
+    first = [max((of[M][0] for M in both), default=0.0) for of in (ours, theirs)]
+    last = [max((of[M][1] for M in both), default=0.0) for of in (ours, theirs)]
+    times = first[0] / max(0.1, first[1])
+    run.found["speed_up"] = {"first_record_s": first, "last_record_s": last, "times": times, "M": len(both),
+                             "times_of_last": last[0] / max(0.1, last[1])}  # fmt: skip
+    faster = [{M for M, r in rows.items() if r["verdict"] == "faster" and r["source"] == "learned"}
+              for rows in (run.found["rows"], two["rows"])]  # fmt: skip
+    run.check("two ranks tune in less time", times >= 1.7 and len(both) == len(ours),
+              f"{times:.2f} times: all of {len(both)} M answered after {first[0]:.1f} s and {first[1]:.1f} s (the last"
+              f" change after {last[0]:.1f} and {last[1]:.1f}); faster rows {len(faster[0])} and {len(faster[1])},"
+              f" {len(faster[0] & faster[1])} at the same M")  # fmt: skip
 
 
-def log_probabilities(server: Server) -> list[list[float]]:
-    parameters = {"max_new_tokens": 1, "temperature": 0.0, "ignore_eos": True}
-    long = [[(11 * i + 17 * j) % 31000 + 5 for j in range(size)] for i, size in enumerate((24, 200, 700, 1500))]
-    found = []
-    for prompt in long:
-        body = {"input_ids": prompt, "sampling_params": parameters, "return_logprob": True, "logprob_start_len": 0}
-        answer = server.post("/generate", body)
-        found.append([x[0] for x in answer["meta_info"]["input_token_logprobs"] if x[0] is not None])
-    return found
+def log_probabilities(server: Server, *, together: bool = False) -> list[Answer]:
+    sizes = (24, 200, 700, 1500)
+    long = [[(11 * i + 17 * j) % 31000 + 5 for j in range(size)] for i, size in enumerate(sizes)]
+    return gpu_answers.ask(server, long, 1, together=together)
 
 
-def part_differ(run: Run) -> None:
+def part_differ(run: Run, parts: Parts) -> None:
     """The rows of ``tp`` on rank 0 only, against a server that serves SGLang's own configs on both."""
-    ways = {"custom": (), "nccl": ("--disable-custom-all-reduce",), "symmetric": ("--enable-symm-mem",)}
-    chosen = {name: flags for name, flags in ways.items() if name in run.options.ways}
     run.check("rows of part tp are there", bool(run.rows()), f"{len(run.rows())} in {run.store}")
     with run.serve("stock", SGLANG_MOE_AUTOTUNE_MODE="off") as server:
         stock = log_probabilities(server)
-    for name, flags in chosen.items():
-        differ = {"SGLANG_MOE_AUTOTUNE_MODE": "read-only", "RANKS_PROBE_DIFFER": "1"}
-        with run.serve(name, *flags, **differ) as server:
-            mixed = log_probabilities(server)
-            answer = server.generate(prompts(), 8)
-            time.sleep(4.0)
-            rows = {rank: live.rows for rank, live in sorted(run.live().items())}
-        pairs = [pair for one, other in zip(stock, mixed, strict=True) for pair in zip(one, other, strict=True)]
-        apart = max(abs(a - b) for a, b in pairs)
-        run.found[name] = {"rows": rows, "apart": apart}
-        counts = sorted(rows.values())
-        differs = len(rows) == 2 and counts[0] == 0 < counts[1]
-        run.check(f"{name}: the tables differ", differs, f"rows by rank {rows}")
-        finite = all(len(x["output_ids"]) == 8 for x in answer)
-        run.check(f"{name}: the same log-probabilities", apart <= TOLERANCE and finite, f"at most {apart:.4f} apart")
+        noise = gpu_answers.difference(stock, log_probabilities(server, together=True))
+        again = gpu_answers.difference(stock, log_probabilities(server))
+    run.found["stock"] = {"alone and in a batch": noise, "twice": again}
+    for name in run.options.ways:
+        if name == "symmetric" and os.environ.get(MULTICAST) == "0":
+            run.found[name] = f"left out: --enable-symm-mem turns NVLink multicast on, and {MULTICAST}=0 forbids it"
+            print(f"    {run.found[name]}", flush=True)
+            continue
+        parts.run(f"differ: {name}", lambda name=name: differ(run, name, stock, noise), need_s=60)
 
 
-def part_ep(run: Run) -> None:
+def differ(run: Run, name: str, stock: list[Answer], noise: dict[str, float]) -> None:
+    with run.serve(name, *WAYS[name], SGLANG_MOE_AUTOTUNE_MODE="read-only", RANKS_PROBE_DIFFER="1") as server:
+        mixed = log_probabilities(server)
+        answer = server.generate(prompts(), 8)
+        time.sleep(4.0)
+        rows = {rank: live.rows for rank, live in sorted(run.live_ranks(2).items())}
+    apart = gpu_answers.difference(stock, mixed)
+    run.found[name] = {"rows": rows, "apart": apart}
+    counts = sorted(rows.values())
+    differs = len(rows) == 2 and counts[0] == 0 < counts[1]
+    run.check(f"{name}: the tables differ", differs, f"rows by rank {rows}")
+    whole = all(len(x["output_ids"]) == 8 for x in answer)
+    run.check(f"{name}: the same log-probabilities", agree(apart, noise) and whole,
+              f"{told(apart)}; stock in other batches {told(noise)}")  # fmt: skip
+
+
+def part_ep(run: Run, parts: Parts) -> None:
     with run.serve("learns") as server:
-        begun = time.monotonic()
+        begun = run.begin()
         answer = server.generate(prompts(), 8)
         run.check("a request at once", all(len(x["output_ids"]) == 8 for x in answer), f"{len(answer)} answers")
         time.sleep(10.0)
         stop_a_rank(run, server, 1, "rank 1 stopped for 3 s while it tunes")
-        taken_s = wait_until_learned(run, run.options.ep_idle_s, begun)
+        taken_s = wait_until_learned(run, min(run.options.ep_idle_s, parts.left_s - 30), begun)
         report(run, server, taken_s, 2)
         shapes = slugs(run)
         local = any(x.startswith("E256-") and "-ep" in x for x in shapes)
         run.check("keyed on local experts, with ids of -1", local, str(shapes))
         again = server.generate(prompts(), 8)
         run.check("requests on learned rows", all(len(x["output_ids"]) == 8 for x in again), "answered")
+        server.rest()
 
 
 def slugs(run: Run) -> list[str]:
@@ -329,32 +454,45 @@ def slugs(run: Run) -> list[str]:
     return sorted({shape.slug for found in listed for shape, _ in store.read(found.path).records})
 
 
+def links() -> str:
+    """How the GPUs are linked, as the driver's own tool says."""
+    done = subprocess.run(["nvidia-smi", "topo", "-m"], capture_output=True, text=True, check=False, timeout=30)
+    return done.stdout or done.stderr
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--part", nargs="+", choices=PARTS, required=True)
-    parser.add_argument("--ways", nargs="+", default=["custom", "symmetric"], help="differ: custom nccl symmetric")
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=["custom", "nccl"], help="of part differ")
     parser.add_argument("--work", type=Path, default=Path("/tmp/moe-autotune-gpu-ranks"))  # noqa: S108 - kept for parts
-    parser.add_argument("--idle-s", type=float, default=120.0, help="longest time to learn in parts tp and one")
+    parser.add_argument("--idle-s", type=float, default=120.0, help="longest time to learn in parts tp, two and one")
     parser.add_argument("--ep-idle-s", type=float, default=60.0)
+    parser.add_argument("--start-s", type=int, default=240, help="longest time that a server may take to start")
+    parser.add_argument("--limit-s", type=float, default=LIMIT_S, help="parts that would not end in time are left out")
     parser.add_argument("--port", type=int, default=31400)
-    parser.add_argument("--compile-processes", type=int, default=6)
+    parser.add_argument("--compile-processes", type=int, default=10, help="of each rank")
     parser.add_argument("flags", nargs="*", help="more server flags, after --")
     options = parser.parse_args()
-    good, begun = True, time.monotonic()
-    parts = {"tp": part_tp, "differ": part_differ, "two": part_two, "one": part_one, "ep": part_ep}
+    end_on_terminate()
+    options.out.mkdir(parents=True, exist_ok=True)
+    parts = Parts(options.out / "ranks_run.json", {"options": vars(options)}, options.limit_s)
+    parts.run("machine", lambda: parts.found.update(machine=gpu_acceptance.machine() | {"links": links()}))
+    bodies = {"tp": part_tp, "differ": part_differ, "two": part_two, "one": part_one, "ep": part_ep}
+    good = True
     for name in PARTS:
         if name not in options.part:
             continue
         run = Run(name, options)
+        run.found["checks"], run.found["machine"] = run.checks, parts.found.get("machine")
         try:
-            parts[name](run)
+            parts.run(name, lambda run=run: bodies[run.part](run, parts), need_s=NEEDED_S[name])
         finally:
-            run.found["checks"] = [list(check) for check in run.checks]
-            (run.out / f"ranks_{name}.json").write_text(json.dumps(run.found, indent=1, default=str))
+            text = json.dumps(run.found, indent=1, default=str)
+            for place in (run.out, run.work):  # also for a later call on the same machine, with another --out
+                (place / f"ranks_{name}.json").write_text(text)
         good = good and all(ok for _, ok, _ in run.checks)
-        print(f"--- {name} ended after {time.monotonic() - begun:.0f} s", flush=True)
-    return 0 if good else 1
+    return 0 if good and not parts.failed else 1
 
 
 if __name__ == "__main__":

@@ -22,14 +22,20 @@ import sys
 import threading
 import time
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import gpu_acceptance
+import gpu_answers
 import msgspec
+from gpu_answers import agree, difference, told, unchanged
+from gpu_parts import LIMIT_S, Parts, end_on_terminate
 from gpu_server import Model, Server
 
 from sglang_moe_autotune import records, status
 from sglang_moe_autotune.shapes import GEMMS
+
+if TYPE_CHECKING:
+    from gpu_answers import Answer
 
 HERE = Path(__file__).resolve().parent
 DECODE_SIZES, PREFILL_SIZES = (1, 8, 16), (128, 512, 1024, 2048)
@@ -89,7 +95,17 @@ class Run(gpu_acceptance.Run):
         shutil.rmtree(self.probe / "acceptance_probe-0.dist-info")  # its thread asks the device for its memory
         del self.environ["TRITON_CACHE_MANAGER"]
         self.environ["RECAPTURE_PROBE"] = str(self.commands)
+        self.environ["SGLANG_MOE_AUTOTUNE_RECAPTURE"] = "idle"
+        self.environ["SGLANG_MOE_AUTOTUNE_MAX_M"] = "4096"
         self.life: list[dict[str, Any]] = []
+        self.answers: dict[str, list[Answer]] = {}
+        """to the fixed set, by when it was asked"""
+        self.noise: dict[str, float] = {}
+        """between two times that the fixed set was asked of the same server"""
+        self.stock: dict[str, float] = {}
+        """between the fixed set in other batches, on SGLang's own configs"""
+        self.kernels: dict[int, list[dict[str, Any]]] = {}
+        self.free: list[int] = []
         self.random = random.Random(7)  # noqa: S311 - the same prompts each time
 
     def command(self, wait_s: float = 90.0, **asked: Any) -> dict[str, Any]:
@@ -140,54 +156,20 @@ def the_prefix() -> list[int]:
     return [(17 * j + 3) % 31000 + 5 for j in range(PREFIX_TOKENS)]
 
 
-def cache_prefix(server: Server) -> None:
-    """Alone at first: a hybrid model keeps its state only where a request ended."""
-    server.generate([the_prefix()], 1)
-    fixed_set(server, together=False)
+def cache_prefix(server: Server, *lengths: int) -> None:
+    """Cache the prefix and the suffixes. Alone at first: a hybrid model keeps its state only where a request ended.
+
+    lengths: of parts of the prefix that are cached before it, each by a request of its own.
+    """
+    for length in (*lengths, PREFIX_TOKENS):
+        server.generate([the_prefix()[:length]], 1)
 
 
-def fixed_set(server: Server, *, together: bool) -> list[dict[str, Any]]:
+def fixed_set(server: Server, *, together: bool = False) -> list[Answer]:
     """Log-probabilities of suffixes behind one long prefix, and of what is generated after them."""
-    prefix = the_prefix()
-    prompts = [prefix + [(29 * j + 101 * i) % 31000 + 5 for j in range(SUFFIX_TOKENS)] for i in range(FIXED)]
-    parameters = {"max_new_tokens": 12, "temperature": 0.0, "ignore_eos": True}
-    body = {"sampling_params": parameters, "return_logprob": True, "logprob_start_len": PREFIX_TOKENS}
-    if together:
-        answers = server.post("/generate", {"input_ids": prompts, **body})
-    else:
-        answers = [server.post("/generate", {"input_ids": prompt, **body}) for prompt in prompts]
-    return [
-        {
-            "given": [x[0] for x in a["meta_info"]["input_token_logprobs"] if x[0] is not None],
-            "made": [x[0] for x in a["meta_info"]["output_token_logprobs"]],
-            "tokens": a["output_ids"],
-            "cached": a["meta_info"].get("cached_tokens", 0),
-        }
-        for a in answers
-    ]
-
-
-def difference(one: list[dict[str, Any]], two: list[dict[str, Any]]) -> dict[str, float]:
-    """How far two answers to the fixed set are apart: over given tokens, and over made ones while they are the same."""
-    given = [abs(a - b) for x, y in zip(one, two, strict=True) for a, b in zip(x["given"], y["given"], strict=True)]
-    made: list[float] = []
-    same = 0
-    for x, y in zip(one, two, strict=True):
-        pairs = list(zip(x["tokens"], y["tokens"], strict=True))
-        length = next((n for n, (a, b) in enumerate(pairs) if a != b), len(pairs))
-        made += [abs(a - b) for a, b in zip(x["made"][:length], y["made"][:length], strict=True)]
-        same += length
-    return {"given_max": max(given), "given_mean": statistics.fmean(given), "made_max": max(made, default=0.0),
-            "tokens_same": same / sum(len(x["tokens"]) for x in one)}  # fmt: skip
-
-
-def unchanged(found: dict[str, float], noise: dict[str, float]) -> bool:
-    return found["given_max"] <= noise["given_max"] + 1e-6 and found["tokens_same"] >= noise["tokens_same"]
-
-
-def told(found: dict[str, float]) -> str:
-    return (f"given tokens max {found['given_max']:.2e}, mean {found['given_mean']:.2e}; generated max"
-            f" {found['made_max']:.2e}, {100 * found['tokens_same']:.0f} % of them the same")  # fmt: skip
+    suffixes = [[(29 * j + 101 * i) % 31000 + 5 for j in range(SUFFIX_TOKENS)] for i in range(FIXED)]
+    prompts = [the_prefix() + suffix for suffix in suffixes]
+    return gpu_answers.ask(server, prompts, 12, PREFIX_TOKENS, together=together)
 
 
 def learn(run: Run, server: Server, idle_s: float) -> None:
@@ -202,6 +184,13 @@ def learn(run: Run, server: Server, idle_s: float) -> None:
             break
         time.sleep(1.0)
     server.generate([run.tokens(20)], 2)
+    # No new row from here on: each one would make its graphs wait again until it has stood for a while.
+    server.post("/set_internal_state", {"server_args": {"moe_autotune": 1}})
+    live = run.live()
+    if live is not None:
+        run.findings["tuning"] = {"passes_over": live.passes_over, "pauses": live.pauses,
+                                  "pass_longest_us": live.pass_longest_us, "pass_p99_us": live.pass_p99_us,
+                                  "slices": live.slices, "gpu_s": live.gpu_s, "left": len(live.queue)}  # fmt: skip
     contents = run.contents()
     rows = sorted(contents.records.values(), key=lambda r: r.M)
     run.findings["rows"] = [
@@ -250,76 +239,88 @@ def served(run: Run, name: str, found: dict[int, list[dict[str, Any]]], *, learn
         run.check(f"{name}: graphs replay the {whose} kernels at M={M}", good, words)
 
 
-def first_server(run: Run) -> None:
+def first_server(run: Run, parts: Parts) -> None:
     with run.serve("1_learning") as server:
-        run.burst(server, "heuristic")
-        cache_prefix(server)
-        alone, again = fixed_set(server, together=False), fixed_set(server, together=False)
-        batch = fixed_set(server, together=True)
-        noise, stock = difference(alone, again), difference(alone, batch)
-        run.findings["log_probabilities"] = {"same run twice": noise, "stock, alone and in a batch": stock}
-        cached = min(x["cached"] for x in alone)
-        run.check("the shared prefix is served from the cache", cached >= PREFIX_TOKENS // 2, f"{cached} tokens cached")
-        stock_kernels = gpu_acceptance.profile(server, run.work / "profile_stock")
-        cache_prefix(server)  # profiling flushed the cache
-        learn(run, server, run.options.idle_s)
-        run.burst(server, "tuned, graphs as before")
-        served(run, "before", stock_kernels, learned=False)
-        before = fixed_set(server, together=False)
-        free = [run.free_mib()]
-        wait_for_graphs(run, 60.0)
-        free.append(run.free_mib())
-        after = fixed_set(server, together=False)
-        run.burst(server, "re-captured")
-        report_answers(run, alone, before, after, noise, stock)
-        on_command(run, server, after, free)
-        beside_requests(run, server)
-        faults(run, server, after)
-        served(run, "after", gpu_acceptance.profile(server, run.work / "profile_learned"), learned=True)
-        uncleared(run, server)
+        parts.run("heuristic", lambda: heuristic(run, server))
+        parts.run("learning", lambda: learning(run, server), need_s=run.options.idle_s + 60)
+        parts.run("captured by itself", lambda: by_itself(run, server), need_s=75)
+        parts.run("captured on command", lambda: on_command(run, server), need_s=30)
+        parts.run("beside requests", lambda: beside_requests(run, server), need_s=30)
+        parts.run("faults", lambda: faults(run, server), need_s=30)
+        parts.run("replayed", lambda: replayed(run, server), need_s=40)
+        parts.run("without clearing", lambda: uncleared(run, server), need_s=20)
         log = server.text()
     errors = [x for x in log.splitlines() if "MoE autotune failed" in x or "MoE autotune could not" in x]
     run.check("no fault of the plugin in the server's log", not errors, "; ".join(errors[:3]) or "none")
 
 
-def report_answers(
-    run: Run, alone: list[dict[str, Any]], before: list[dict[str, Any]], after: list[dict[str, Any]],
-    noise: dict[str, float], stock: dict[str, float],
-) -> None:  # fmt: skip
-    """Before the captures graphs serve as at the start; after them other tiles sum in another order, as batches do."""
-    unlearned, learned = difference(alone, before), difference(before, after)
+def heuristic(run: Run, server: Server) -> None:
+    """SGLang's own configs: latencies, kernels, and answers to the fixed set, asked in several ways."""
+    run.burst(server, "heuristic")
+    cache_prefix(server)
+    fixed_set(server)
+    alone, again = fixed_set(server), fixed_set(server)
+    batch = fixed_set(server, together=True)
+    run.answers["stock"] = alone
+    run.noise, run.stock = difference(alone, again), difference(alone, batch)
+    run.findings["log_probabilities"] = {"same run twice": run.noise, "stock, alone and in a batch": run.stock}
+    cached = min(x["cached"] for x in alone)
+    run.check("the shared prefix is served from the cache", cached >= PREFIX_TOKENS // 2, f"{cached} tokens cached")
+    run.kernels = gpu_acceptance.profile(server, run.work / "profile_stock")
+    cache_prefix(server)  # profiling flushed the cache
+
+
+def learning(run: Run, server: Server) -> None:
+    learn(run, server, run.options.idle_s)
+    run.burst(server, "tuned, graphs as before")
+    served(run, "before", run.kernels, learned=False)
+    run.answers["learned"] = fixed_set(server)
+    run.free = [run.free_mib()]
+
+
+def by_itself(run: Run, server: Server) -> None:
+    """The plugin's own captures, in idle time. Before them graphs serve as at the start; after them other tiles sum in
+    another order, as other batches do."""
+    wait_for_graphs(run, 70.0)
+    run.free.append(run.free_mib())
+    run.answers["captured"] = fixed_set(server)
+    run.burst(server, "re-captured")
+    unlearned = difference(run.answers["stock"], run.answers["learned"])
+    learned = difference(run.answers["learned"], run.answers["captured"])
     run.findings["log_probabilities"] |= {"before and after learning": unlearned, "before and after capture": learned}
-    bound = 2 * max(stock["given_max"], noise["given_max"])
+    run.check("learning changes no answer before the captures", unchanged(unlearned, run.noise), told(unlearned))
     run.check("log-probabilities before and after the captures agree as two stock runs do",
-              learned["given_max"] <= bound, f"{told(learned)}; twice the stock difference is {bound:.2e}")  # fmt: skip
-    cached = [min(x["cached"] for x in found) for found in (before, after)]
+              agree(learned, run.stock, run.noise), f"{told(learned)}; stock {told(run.stock)}")  # fmt: skip
+    cached = [min(x["cached"] for x in run.answers[name]) for name in ("learned", "captured")]
     run.check("the same prefix is continued from the cache", cached[0] == cached[1] > 0, f"{cached} tokens cached")
 
 
-def on_command(run: Run, server: Server, reference: list[dict[str, Any]], free: list[int]) -> None:
+def on_command(run: Run, server: Server) -> None:
     """Every size, several times over, with the same configs: not a bit of an answer may change, and no memory go."""
+    reference = fixed_set(server)
+    run.answers["reference"] = reference
     captures: list[dict[str, Any]] = []
     for _ in range(run.options.rounds):
         captures += run.command(count=1)["captures"]
-        free.append(run.free_mib())
+        run.free.append(run.free_mib())
     failed = [c for c in captures if c["reason"]]
     pauses: dict[str, list[float]] = {}
     for capture in captures:
         pauses.setdefault(capture["size"], []).append(capture["ms"])
     run.findings["pauses_ms"] = {size: [round(ms, 1) for ms in all_ms] for size, all_ms in pauses.items()}
-    run.findings["free_mib"] = free
+    run.findings["free_mib"] = run.free
     run.check("every graph captured again on command", bool(captures) and not failed,
               f"{len(captures)} captures of {len(pauses)} sizes; failed: {failed[:2]}")  # fmt: skip
-    lost = [earlier - later for earlier, later in itertools.pairwise(free)]
-    run.check("device memory by the driver's count", lost[-1] <= 2, f"MiB lost at each turn: {lost}, free {free}")
-    found = difference(reference, fixed_set(server, together=False))
+    lost = [earlier - later for earlier, later in itertools.pairwise(run.free)]
+    run.check("device memory by the driver's count", lost[-1] <= 2, f"MiB lost at each turn: {lost}, free {run.free}")
+    found = difference(reference, fixed_set(server))
     run.findings["log_probabilities"]["same configs, captured again"] = found
-    noise = run.findings["log_probabilities"]["same run twice"]
-    run.check("captures with the same configs change no answer", unchanged(found, noise), told(found))
+    run.check("captures with the same configs change no answer", unchanged(found, run.noise), told(found))
 
 
 def beside_requests(run: Run, server: Server) -> None:
     """How long a request waits that arrives while the longest graphs are captured."""
+
     def latencies(stop: threading.Event, least: int) -> list[float]:
         found: list[float] = []
         while not stop.is_set() or len(found) < least:
@@ -334,12 +335,19 @@ def beside_requests(run: Run, server: Server) -> None:
     quiet = latencies(over, 40)
     over.clear()
     result: dict[str, Any] = {}
-    thread = threading.Thread(
-        target=lambda: (result.update(run.command(count=25, sizes=[f"prefill {max(PREFILL_SIZES)}"])), over.set())
-    )
+
+    def capture() -> None:
+        try:
+            result.update(run.command(count=25, sizes=[f"prefill {max(PREFILL_SIZES)}"]))
+        finally:
+            over.set()
+
+    thread = threading.Thread(target=capture)
     thread.start()
     busy = latencies(over, 1)
     thread.join()
+    if not result.get("captures"):
+        raise RuntimeError(f"nothing was captured beside requests: {result}")
     longest = max(c["ms"] for c in result["captures"])
     added = max(busy) - statistics.median(quiet)
     run.findings["beside_requests"] = {"quiet_ms": quiet, "busy_ms": busy, "longest_capture_ms": longest}
@@ -348,31 +356,40 @@ def beside_requests(run: Run, server: Server) -> None:
               f" the longest capture took {longest:.0f} ms")  # fmt: skip
 
 
-def faults(run: Run, server: Server, reference: list[dict[str, Any]]) -> None:
+def faults(run: Run, server: Server) -> None:
     sizes = [f"decode {max(DECODE_SIZES)}", "prefill 128"]
+    reference = fixed_set(server)
     for fault in ("warm-up", "capture"):
         failed = run.command(sizes=sizes, fault=fault)["captures"]
-        run.findings.setdefault("faults", []).extend(failed)
-        found = difference(reference, fixed_set(server, together=False))
+        run.findings.setdefault("faults_planted", []).extend(failed)
+        found = difference(reference, fixed_set(server))
         planted = [c for c in failed if "planted" in c["reason"]]
-        noise = run.findings["log_probabilities"]["same run twice"]
         run.check(f"a fault in the {fault} keeps the server and the old graphs",
-                  len(planted) == len(sizes) and unchanged(found, noise), told(found))  # fmt: skip
+                  len(planted) == len(sizes) and unchanged(found, run.noise), told(found))  # fmt: skip
     healed = run.command(sizes=sizes)["captures"]
     run.check("and the same graphs are captured afterwards", not any(c["reason"] for c in healed), f"{healed}"[:200])
 
 
+def replayed(run: Run, server: Server) -> None:
+    served(run, "after", gpu_acceptance.profile(server, run.work / "profile_learned"), learned=True)
+
+
 def uncleared(run: Run, server: Server) -> None:
-    """The trap, shown: without clearing, a capture writes into the slots of the last batch, which the cache holds."""
-    cache_prefix(server)
-    clean = fixed_set(server, together=False)
-    server.post("/flush_cache", {})
-    server.generate([the_prefix()], 1)  # the last prefill: its slots stay in the buffers
-    run.command(sizes=[f"prefill {max(PREFILL_SIZES)}"], clear=False)
-    found = difference(clean, fixed_set(server, together=False))
-    run.findings["log_probabilities"]["captured without clearing"] = found
-    noise = run.findings["log_probabilities"]["same run twice"]
-    run.check("the fault that clearing prevents would have been seen", not unchanged(found, noise), told(found))
+    """The trap, shown: without clearing, a capture writes into the slots of the last batch, which the cache holds.
+
+    The last batch is the second half of the prefix, behind a first half that the cache holds: a capture computes it
+    without the first half, and writes other keys and values. (All of the prefix would come out as it was.)
+    """
+    found = {}
+    for name, clear in (("first", True), ("again", True), ("uncleared", False)):
+        server.flush()
+        cache_prefix(server, PREFIX_TOKENS // 2)
+        run.command(sizes=[f"prefill {max(PREFILL_SIZES)}"], clear=clear)
+        found[name] = fixed_set(server)
+    cleared, hurt = difference(found["first"], found["again"]), difference(found["first"], found["uncleared"])
+    run.findings["log_probabilities"] |= {"captured with clearing": cleared, "captured without clearing": hurt}
+    run.check("a capture right behind a batch changes no answer", unchanged(cleared, run.noise), told(cleared))
+    run.check("the fault that clearing prevents would have been seen", not agree(hurt, run.stock, cleared), told(hurt))
 
 
 def second_server(run: Run) -> None:
@@ -418,24 +435,23 @@ def main() -> int:
     for name, value in Model(layers=12)._asdict().items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=value)
     parser.add_argument("flags", nargs="*", help="more server flags, after --")
+    parser.add_argument("--limit-s", type=float, default=LIMIT_S, help="parts that would not end in time are left out")
     options = parser.parse_args()
     options.flags = [*FLAGS, *options.flags]
+    end_on_terminate()
     run = Run(options)
-    run.environ["SGLANG_MOE_AUTOTUNE_MAX_M"] = "4096"
-    if options.hybrid:
-        run.environ["SGLANG_MOE_AUTOTUNE_RECAPTURE"] = "idle"
+    parts = Parts(run.out / f"recapture{'_hybrid' if options.hybrid else ''}.json", run.findings, options.limit_s)
+    run.findings |= {"life": run.life, "checks": run.checks, "flags": options.flags}
     try:
-        first_server(run)
-        second_server(run)
-        run.findings["machine"] = gpu_acceptance.machine()
+        parts.run("first server", lambda: first_server(run, parts))
+        parts.run("restarted", lambda: second_server(run), need_s=100)
+        parts.run("machine", lambda: run.findings.update(machine=gpu_acceptance.machine()))
     finally:
-        run.findings["life"], run.findings["life_medians_ms"] = run.life, medians(run.life)
-        run.findings["checks"] = [list(c) for c in run.checks]
-        name = "recapture_hybrid.json" if options.hybrid else "recapture.json"
-        (run.out / name).write_text(json.dumps(run.findings, indent=1, default=str))
+        run.findings["life_medians_ms"] = medians(run.life)
+        parts.write()
         print_table(run)
         shutil.rmtree(run.work, ignore_errors=True)
-    return 0 if run.checks and all(ok for _, ok, _ in run.checks) else 1
+    return 0 if run.checks and all(ok for _, ok, _ in run.checks) and not parts.failed else 1
 
 
 if __name__ == "__main__":

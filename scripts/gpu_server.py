@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import importlib.metadata
 import json
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.error
 import urllib.request
-from typing import TYPE_CHECKING, Any, NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
-if TYPE_CHECKING:
-    from pathlib import Path
+ROOT = Path(__file__).resolve().parent.parent
+if str(ROOT) not in sys.path:
+    sys.path.insert(0, str(ROOT))  # this checkout, whether it is installed or another version of it
 
 
 class Model(NamedTuple):
@@ -62,6 +67,18 @@ class Model(NamedTuple):
         return folder
 
 
+MULTICAST_OFF = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
+"""Of several GPUs: NVLink multicast is left alone on a machine whose GPUs others share. Only where nothing is set."""
+
+FEWER_SIZES = (
+    *("--chunked-prefill-size", "2048", "--cuda-graph-bs-decode", *map(str, (1, 2, 4, 8, 12, 16))),
+    "--cuda-graph-bs-prefill",
+    *map(str, (32, 48, 64, 96, 128, 192, 256, 320, 384, 512, 640, 768, 896, 1024, 1280, 1536, 1792, 2048)),
+)
+"""24 captured sizes: a start takes less, and there is a minute of idle time's work to learn all"""
+
+READY = "The server is fired up and ready to roll"
+
 FLAGS = (
     *("--load-format", "dummy", "--skip-tokenizer-init"),
     *("--attention-backend", "triton", "--sampling-backend", "pytorch"),
@@ -69,11 +86,34 @@ FLAGS = (
 )
 
 
+@functools.cache
+def entry_point() -> tuple[str, ...]:
+    """A folder for PYTHONPATH from which SGLang finds the plugin; none where this Python knows it already."""
+    if any(point.name == "moe_autotune" for point in importlib.metadata.entry_points(group="sglang.srt.plugins")):
+        return ()
+    from sglang_moe_autotune import __version__ as version  # noqa: PLC0415 - found on the path that is set above
+
+    site = Path(tempfile.gettempdir()) / f"moe-autotune-entry-point-{os.getpid()}"
+    folder = site / f"sglang_moe_autotune-{version}.dist-info"
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: sglang-moe-autotune\nVersion: {version}\n")
+    points = "[sglang.srt.plugins]\nmoe_autotune = sglang_moe_autotune.plugin:register\n"
+    (folder / "entry_points.txt").write_text(points)
+    return (str(site),)
+
+
+def with_checkout(environ: dict[str, str]) -> dict[str, str]:
+    """These variables, by which a process finds this checkout before anything else."""
+    path = [str(ROOT), *entry_point(), *filter(None, [environ.get("PYTHONPATH")])]
+    return {**environ, "PYTHONPATH": os.pathsep.join(path)}
+
+
 class Server:
     """Starts the server, waits until it is healthy, and ends it by its process id.
 
-    ``started_s``: seconds from start to the first healthy answer. Raises RuntimeError with the end of the log
-    if it ends or is not healthy in time.
+    ``started_s``: seconds from start to the first healthy answer, which takes a second of its own. ``ready_s``: to the
+    line of the log that says so; 0 where there was none. Raises RuntimeError with the end of the log if it ends or is
+    not healthy in time.
     """
 
     def __init__(
@@ -81,6 +121,7 @@ class Server:
     ) -> None:
         self.port, self.log = port, log
         command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(model), "--port", str(port)]
+        self._stopped, self.ready_s = False, 0.0
         own = {"HF_HUB_OFFLINE": "1", "SGLANG_DISABLE_CUDNN_CHECK": "1", "PYTHONUNBUFFERED": "1"}
         begun = time.monotonic()
         with log.open("wb") as out:
@@ -88,17 +129,24 @@ class Server:
                 [*command, *FLAGS, *flags],
                 stdout=out,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, **own, **environ},
-                start_new_session=True,
+                env=with_checkout({**MULTICAST_OFF, **os.environ, **own, **environ}),
+                process_group=0,  # of its own, to be ended as a whole; in this session, which may be ended from outside
             )
         try:
-            while not self._healthy():
+            while not (self._ready(begun) and self._healthy()):
                 self._check(begun, wait_s)
-                time.sleep(0.2)
+                time.sleep(0.1)
         except BaseException:
             self.stop()
             raise
         self.started_s = time.monotonic() - begun
+
+    def _ready(self, begun: float) -> bool:
+        """Is it worth to ask for its health? Where the log does not tell, from half a minute on."""
+        taken_s = time.monotonic() - begun
+        if not self.ready_s and READY in self.text():
+            self.ready_s = taken_s
+        return self.ready_s > 0 or taken_s > 30
 
     def _check(self, begun: float, wait_s: float) -> None:
         taken_s = time.monotonic() - begun
@@ -137,10 +185,29 @@ class Server:
         parameters = {"max_new_tokens": new_tokens, "temperature": 0.0, "ignore_eos": True}
         return self.post("/generate", {"input_ids": tokens, "sampling_params": parameters})
 
+    def flush(self, wait_s: float = 60.0) -> None:
+        """Empty the radix cache once nothing runs any more; refused before that, also right after an answer. Raises
+        TimeoutError where a request never ends."""
+        end = time.monotonic() + wait_s
+        while time.monotonic() < end:
+            with contextlib.suppress(urllib.error.HTTPError):
+                self.post("/flush_cache", {})
+                return
+            time.sleep(0.1)
+        raise TimeoutError(f"the server is not idle after {wait_s:.0f} s")
+
+    def rest(self) -> None:
+        """Have the plugin launch nothing more, so that the end to come is none in the middle of a first launch, of
+        which two make the next start on the same store read-only."""
+        with contextlib.suppress(OSError):
+            self.post("/set_internal_state", {"server_args": {"moe_autotune": 1}}, timeout_s=20)
+            time.sleep(0.3)
+
     def stop(self) -> None:
-        """End the server and what it started: its own process group."""
-        if self.process.poll() is not None:
+        """End the server and what it started: its own process group, also where the launcher ended before it."""
+        if self._stopped:
             return
+        self._stopped = True
         for number, wait_s in ((signal.SIGTERM, 10), (signal.SIGKILL, 10)):
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.process.pid, number)

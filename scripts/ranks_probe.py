@@ -41,7 +41,8 @@ def _serve_on_even_gpus_only() -> None:
 
 
 class NotedGraphs:
-    """Captures nothing, and notes when it was told to, on which rank. Ready once the file ``ready-RANK`` is there."""
+    """Notes when it was told to capture, on which rank; then does it: the graphs of these sizes in SGLang's order.
+    Ready once the file ``ready-RANK`` is there."""
 
     def __init__(self, folder: Path, rank: int) -> None:
         self._folder, self._rank = folder, rank
@@ -60,6 +61,22 @@ class NotedGraphs:
         note = {"rank": self._rank, "sizes": list(sizes), "unix_s": time.time()}
         with (self._folder / "captured.jsonl").open("a", encoding="utf-8") as file:
             file.write(json.dumps(note) + "\n")
+        self._capture(set(sizes))
+
+    def _capture(self, tokens: set[int]) -> None:
+        from sglang_moe_autotune import plugin  # noqa: PLC0415 - in schedulers only
+
+        done: dict[str, dict[str, Any]] = {}
+        try:
+            for some in plugin.serving().recapture._graphs:
+                for size in some.sizes():
+                    if size.M in tokens:
+                        begun_s = time.perf_counter()
+                        reason = some.capture(size.size)
+                        done[str(size)] = {"reason": reason, "ms": 1e3 * (time.perf_counter() - begun_s)}
+        finally:
+            with (self._folder / "recaptured.jsonl").open("a", encoding="utf-8") as file:
+                file.write(json.dumps({"rank": self._rank, "done": done}) + "\n")
 
     def release(self) -> None:
         """Nothing is held."""

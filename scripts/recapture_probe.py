@@ -41,7 +41,12 @@ def register() -> None:
 def on_idle(_scheduler: Any, *_args: Any, **_kwargs: Any) -> None:
     global _work, _next_look_s  # noqa: PLW0603 - one process, one command at a time
     if _work is not None:
-        if next(_work, "done") == "done":
+        try:
+            over = next(_work, "done") == "done"
+        except Exception as error:  # noqa: BLE001 - told to who asked; raised here it would end the server
+            over = True
+            _tell({"reason": f"{type(error).__name__}: {error}", "captures": []})
+        if over:
             _work = None
         return
     if time.monotonic() < _next_look_s:
@@ -75,6 +80,10 @@ def _obey(asked: dict[str, Any]) -> Iterator[None]:
                             yield
         finally:
             graphs.clear = kept
+    _tell(result)
+
+
+def _tell(result: dict[str, Any]) -> None:
     folder = Path(os.environ["RECAPTURE_PROBE"])
     (folder / "result.part").write_text(json.dumps(result))
     (folder / "result.part").replace(folder / "result.json")
@@ -87,6 +96,8 @@ def _capture(some: Any, size: Any, turn: int, fault: str | None) -> dict[str, An
     begun_s, began_unix_s = time.perf_counter(), time.time()
     try:
         reason = some.capture(size.size)
+    except Exception as error:  # noqa: BLE001 - as above
+        reason = f"raised {type(error).__name__}: {error}"
     finally:
         if fault is not None:
             del backend.capture_one

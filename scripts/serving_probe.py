@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import array
 import collections
+import copy
 import importlib
 import inspect
 import json
@@ -31,6 +32,8 @@ PREFIX = "bench-"
 """of a request's id; a number follows"""
 
 _BLOCKS, _CALLS = 15, 1000
+_PRIOR = 2
+"""place of the prior among a tuner's arguments"""
 _now = time.monotonic_ns
 _events: collections.deque[tuple[int, int, int, int]] = collections.deque()
 
@@ -115,7 +118,7 @@ def _watch_plugin() -> None:
     from sglang_moe_autotune.store import Store  # noqa: PLC0415 - as above
     from sglang_moe_autotune.tuner import Tuner  # noqa: PLC0415 - as above
 
-    idle, submit, add, make = Serving.idle, Store.submit, Tuner.add, Tuner.__init__
+    idle, submit, add, make, learn = Serving.idle, Store.submit, Tuner.add, Tuner.__init__, Tuner.learn
 
     def watched_idle(self: Any, scheduler: Any) -> bool:
         begin = _now()
@@ -137,11 +140,16 @@ def _watch_plugin() -> None:
         add(self, shape, M, baseline)
 
     def watched_make(self: Any, *args: Any, **kwargs: Any) -> None:
-        _memory.setdefault("made", (args, kwargs))
+        if "made" not in _memory:
+            _memory["made"], _memory["prior"] = (args, kwargs), copy.deepcopy(args[_PRIOR])
         make(self, *args, **kwargs)
 
+    def watched_learn(self: Any, record: Any) -> None:
+        if record.unix_s >= _memory.get("forgot_unix_s", 0.0):  # what is forgotten still lies in the store
+            learn(self, record)
+
     Serving.idle, Store.submit = watched_idle, watched_submit
-    Tuner.add, Tuner.__init__ = watched_add, watched_make
+    Tuner.add, Tuner.__init__, Tuner.learn = watched_add, watched_make, watched_learn
 
 
 # -- commands --------------------------------------------------------------------------------------------------------
@@ -156,7 +164,7 @@ def _listen(folder: Path) -> None:
         time.sleep(0.05)
         for path in folder.glob("*.ask"):
             command = path.stem
-            path.unlink()
+            path.unlink(missing_ok=True)
             if command.startswith("memory"):
                 torch = sys.modules["torch"]
                 free, total = torch.cuda.mem_get_info()
@@ -183,23 +191,37 @@ def _on_idle(scheduler: Any, *_args: Any, **_kwargs: Any) -> None:
 
 def forget(_scheduler: Any) -> dict[str, int]:
     """A tuner that has learned nothing takes over, with every M that was ever met in its queue."""
-    from sglang_moe_autotune import plugin, tuner  # noqa: PLC0415 - schedulers only
+    from sglang_moe_autotune import plugin  # noqa: PLC0415 - schedulers only
 
     serving = plugin.serving()
     serving.tuner.abandon()
-    args, kwargs = _memory["made"]
-    if (agenda := kwargs.get("agenda")) is not None:  # shared with what deals with other processes
-        for known in (agenda.entries, agenda.stored, agenda.deferred):
-            known.clear()
-        agenda.wake()
-    fresh = tuner.Tuner(*args, **kwargs)
-    if serving.peers is not None:
-        serving.peers._tuner = fresh
+    _memory["forgot_unix_s"] = time.time()
+    install(serving, *fresh_tuner(serving))
     for (shape, m), baseline in list(_memory["added"].items()):
-        fresh.add(shape, m, baseline)
+        serving.tuner.add(shape, m, baseline)
     serving.budget.spent_until(0.0)
-    serving.tuner = fresh
-    return {"queued": len(fresh.snapshot().queue)}
+    return {"queued": len(serving.tuner.snapshot().queue)}
+
+
+def fresh_tuner(serving: Any) -> tuple[Any, Any]:
+    """A tuner as the first one was made, and its agenda, in which nothing is queued."""
+    from sglang_moe_autotune.agenda import Agenda  # noqa: PLC0415 - schedulers only
+    from sglang_moe_autotune.tuner import Tuner  # noqa: PLC0415 - as above
+
+    args, kwargs = _memory["made"]
+    agenda = Agenda()
+    agenda.admits, agenda.sharing = serving.agenda.admits, serving.agenda.sharing
+    args = (*args[:_PRIOR], copy.deepcopy(_memory["prior"]), *args[_PRIOR + 1 :])
+    return Tuner(*args, **{**kwargs, "agenda": agenda}), agenda
+
+
+def install(serving: Any, tuner: Any, agenda: Any) -> None:
+    """In the place of the tuner that there is, also with the peers, through which each step goes."""
+    serving.tuner, serving.agenda = tuner, agenda
+    if (peers := serving.peers) is not None:
+        peers.abandon()
+        peers._tuner, peers._agenda = tuner, agenda
+        peers._wish_at_s, peers._leased = 0.0, None
 
 
 def turns(functions: dict[str, Callable[[], Any]]) -> dict[str, float]:
@@ -224,26 +246,22 @@ def micro(scheduler: Any) -> dict[str, Any]:
     serving = plugin.serving()
     hooked = type(scheduler).maybe_sleep_on_idle
     stock = inspect.unwrap(hooked)
-    kept, asked = serving.tuner, serving.switch.asked
-    agenda = kept._agenda
+    kept, asked = (serving.tuner, serving.agenda), serving.switch.asked
     found: dict[str, Any] = {"calls": _BLOCKS * _CALLS, "sleeps": scheduler.idle_sleeper is not None}
     if scheduler.idle_sleeper is None:
-        kept.abandon()
+        serving.tuner.abandon()
         idle: dict[str, dict[str, float]] = {}
-        queued = agenda.entries, agenda.deferred
-        agenda.entries, agenda.deferred = {}, {}
-        agenda.wake()
 
         def looking() -> None:
             serving._rest_until_s = 0.0
             hooked(scheduler)
 
         for state, level in (("nothing left", "on"), ("switched off", "rows")):
+            install(serving, *fresh_tuner(serving))
             serving.switch.asked = level
             passes = {"hooked": lambda: hooked(scheduler), "looking": looking, "stock": lambda: stock(scheduler)}
             idle[state] = turns(passes)
-        agenda.entries, agenda.deferred = queued
-        agenda.wake()
+        install(serving, *kept)
         serving.switch.asked = asked
         found["idle_ns"] = idle
     shape = next(iter(_memory["added"]))[0]

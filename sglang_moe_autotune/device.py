@@ -12,7 +12,7 @@ from sglang_moe_autotune.trials import environment_key
 from sglang_moe_autotune.tuner import Tuner, TunerOptions
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Iterator
     from pathlib import Path
 
     from sglang_moe_autotune.agenda import Agenda
@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from sglang_moe_autotune.listener import CompileCount
     from sglang_moe_autotune.records import Environment, Record, Source
     from sglang_moe_autotune.settings import Settings
+    from sglang_moe_autotune.shapes import MoeShape
+
+_TOP_K = 8
 
 
 class Device(NamedTuple):
@@ -39,6 +42,7 @@ def open_device(settings: Settings, root: Path | None, layers: LiveLayers, compi
     """
     from sglang_moe_autotune.benchmark import DeviceProvider, Lent  # noqa: PLC0415 - needs a GPU
     from sglang_moe_autotune.compiler import Compiler  # noqa: PLC0415 - needs a GPU
+    from sglang_moe_autotune.rehearsal import rehearse  # noqa: PLC0415 - needs a GPU
 
     invoke = releases.invoke_function()
     environment = releases.environment(invoke)
@@ -49,7 +53,17 @@ def open_device(settings: Settings, root: Path | None, layers: LiveLayers, compi
     provider = DeviceProvider(
         *(lent, compiler, settings.reserve_mb << 20, settings.slice_us, quarantine), bit_equal=settings.bit_equal
     )
+    if settings.mode != "read-only":
+        rehearse(_likely(layers), align)
     return Device(environment, provider)
+
+
+def _likely(layers: LiveLayers) -> Iterator[MoeShape]:
+    """The shapes of these layers; where a model does not say its top_k, with one that models have."""
+    for key in sorted(layers.keys, key=repr):
+        shape = layers.shape_of(key if key.top_k else key._replace(top_k=min(_TOP_K, key.w1_shape[0])))
+        if shape is not None:
+            yield shape
 
 
 def before_serving(device: Device) -> BenchmarkProvider:

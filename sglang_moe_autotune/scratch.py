@@ -85,7 +85,7 @@ class Scratch:
             self.reference = torch.empty_like(self.output)
             self._weights = torch.empty(M, shape.top_k, dtype=torch.float32, device=device)
         self.taken_bytes = free - torch.cuda.mem_get_info()[0]
-        self._generator = torch.Generator(device=device).manual_seed(_SEED + M)
+        self.generator = torch.Generator(device=device).manual_seed(_SEED + M)
         self._ids: dict[str, torch.Tensor] = {}
         self._aligned: dict[tuple[str, int], tuple[torch.Tensor, ...]] = {}
         self._quantised: dict[int, tuple[tuple[object, ...], Any]] = {}
@@ -114,15 +114,15 @@ class Scratch:
             kind = name if name in correctness.ROUTINGS else name.rpartition("-")[0]
             with self.allocating():
                 self._ids[name] = correctness.topk_ids(
-                    kind, self.M, shape.E, shape.top_k, self._local_share, self._generator
+                    kind, self.M, shape.E, shape.top_k, self._local_share, self.generator
                 )
             yield
 
     def refresh(self) -> Iterator[None]:
         """Other random activations and routing weights in place of those before, a tensor at a step."""
-        self._weights.uniform_(generator=self._generator)
+        self._weights.uniform_(generator=self.generator)
         for activation in self._a.values():
-            activation.normal_(generator=self._generator)
+            activation.normal_(generator=self.generator)
             yield
 
     def buffers(self, gemm: Gemm, block_m: int, routing: str, output: torch.Tensor) -> Buffers:

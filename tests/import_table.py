@@ -36,7 +36,7 @@ LAYERS: dict[str, Layer] = {
             "timing", "scratch", "shape_notes", "listener", "live", "serving", "overlay", "device",
             "metrics", "server_info", "controls", "doorbell", "startup", "offline", "machine", "stand_in", "warm",
             "kernels", "launches", "graphs", "graph_state", "recapture", "peers",
-            "passes", "harvest", "intake", "doubts",
+            "passes", "harvest", "intake", "doubts", "rehearsal",
         ),
         "edge",
     ),

@@ -133,7 +133,7 @@ def test_events_are_read_up_to_the_one_that_is_being_written(text: bytes, events
 def run(folder: Path, *more: str, **how: Any) -> tuple[int, dict[str, Any]]:
     StandInBench.how = {"slice_s": 0.001, **how}
     line = ["--out", str(folder), "--warm-s", "0", "--turns", "2", "--turn-s", "3", "--rate", "4",
-            "--steady-s", "0.4", "--streams", "2", *more]  # fmt: skip
+            "--steady-s", "0.4", "--streams", "2", "--keep", str(folder / "kept"), *more]  # fmt: skip
     code = bench_serving.main(line, make=StandInBench)
     return code, json.loads((folder / "serving.json").read_text())
 
@@ -177,8 +177,50 @@ def test_a_probe_that_reports_a_fault_ends_the_run_with_its_word(
 ) -> None:
     answer = probe._answer
     monkeypatch.setattr(probe, "_answer", lambda path, _: answer(path, {"error": "KeyError: planted"}))
-    with pytest.raises(RuntimeError, match="could not do memory-before: KeyError: planted"):
-        run(tmp_path, "--part", "steady")
+    code, found = run(tmp_path, "--part", "steady")
+    assert code == 1
+    assert "could not do memory-before: KeyError: planted" in found["faults"]["one server"]
+
+
+def test_a_part_that_fails_does_not_take_the_others_along(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    answer = probe._answer
+
+    def planted(path: Path, value: Any) -> None:
+        answer(path, {"error": "KeyError: planted"} if path.name.startswith("forget") else value)
+
+    monkeypatch.setattr(probe, "_answer", planted)
+    code, found = run(tmp_path, "--part", "ttft", "--part", "steady")
+    assert code == 1
+    assert list(found["faults"]) == ["ttft"]
+    assert len(found["steady"]["on"]) == 2
+    assert found["seconds"].keys() >= {"ttft", "steady", "one server"}
+    assert (tmp_path / "kept" / "store.tar.gz").exists()
+
+
+def test_a_part_for_which_no_time_is_left_is_left_out(tmp_path: Path) -> None:
+    code, found = run(tmp_path, "--part", "ttft", "--part", "micro", "--limit-s", "10")
+    assert code == 1
+    assert "left out" in found["faults"]["ttft"]
+    assert "micro" in found
+
+
+def test_starts_are_compared_by_their_medians(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    times = iter([9.0, 9.5, 10.4, 4.0, 5.5, 5.0, 6.5])
+    serve = StandInBench.serve
+
+    def timed(self: StandInBench, name: str, **environ: str) -> Any:
+        server = serve(self, name, **environ)
+        self.findings["started_s"][name][-1] = next(times)
+        return server
+
+    monkeypatch.setattr(StandInBench, "serve", timed)
+    (tmp_path / "kept").mkdir()
+    _, found = run(tmp_path, "--part", "startup")
+    assert found["startup_s"]["stock-warm"] == [4.0, 5.0]
+    checks = held(found)
+    assert not checks["start, plugin-warm - stock-warm"]  # 6.0 against 4.5
+    assert checks["start, plugin-cold - stock-cold"]
+    assert not checks["start, plugin-store-only - stock-cold"]
 
 
 def test_without_a_folder_it_says_what_is_missing(capsys: pytest.CaptureFixture[str]) -> None:
@@ -217,6 +259,21 @@ def timed_hooks() -> dict[str, object]:
     serving.lookup.take_seen(99)
     serving._last_request_s -= 1000
 
+    class Peers:
+        """As far as a step and what is put in a tuner's place go."""
+
+        def __init__(self) -> None:
+            self._tuner, self._agenda, self.stepped = serving.tuner, serving.agenda, []
+
+        def step(self, _now_s: float, *, deep_idle: bool) -> str:
+            self.stepped.append(self._tuner)
+            return self._tuner.step(deep_idle)
+
+        def abandon(self) -> None: ...
+        def stand_aside(self, _reason: str) -> None: ...
+
+    serving.peers = peers = Peers()
+
     class Stub:
         maybe_sleep_on_idle = Scheduler.maybe_sleep_on_idle
         _engine_paused = False
@@ -234,10 +291,14 @@ def timed_hooks() -> dict[str, object]:
     found = serving_probe.micro(stub)
     left = serving.tuner.snapshot().queue
     forgotten = serving_probe.forget(stub)
-    serving.tuner = None
+    fresh = serving.tuner
+    stub.maybe_sleep_on_idle()
+    stepped_on = peers.stepped[-1] is fresh and fresh._agenda is peers._agenda
+    serving.tuner = serving.peers = None
     return {
         "slices": len(slices), "in_order": all(b <= e for _, b, e, _ in slices), "micro": found,
-        "switch": serving.switch.level, "left": len(left), "forgotten": forgotten["queued"], "M": SMALL.slug,
+        "switch": serving.switch.level, "left": len(left), "forgotten": forgotten["queued"], "stepped_on": stepped_on,
+        "M": SMALL.slug,
     }  # fmt: skip
 
 
@@ -251,6 +312,7 @@ def test_the_probe_sees_slices_and_times_the_hooks_in_a_scheduler(scheduler: Sch
     assert told["in_order"]
     assert told["forgotten"] == 3 >= told["left"]
     assert told["switch"] == "on"
+    assert told["stepped_on"]
     for cost in told["micro"]["idle_ns"].values():
         assert 0 < cost["stock"] < cost["hooked"] < cost["looking"]
     assert all(value > 0 for value in told["micro"]["lookup_ns"].values())

@@ -544,3 +544,68 @@ def test_c17_c18_a_candidate_that_kills_or_never_ends_is_left_out_by_the_next_st
 def only_journal(root: Path) -> quarantine.Journal:
     journals = list((root / quarantine.FOLDER).glob("*.journal"))
     return quarantine.parse(journals[0].read_bytes()) if journals else quarantine.Journal(None, None)
+
+
+def rehearsed() -> dict[str, object]:
+    """Which of PyTorch's operations, on which types, a bench runs from its set-up to its end, and the rehearsal."""
+    import builtins
+    import logging
+
+    import torch
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    from sglang_moe_autotune.rehearsal import rehearse
+
+    class Heard(TorchDispatchMode):
+        def __init__(self) -> None:
+            super().__init__()
+            self.found: set[str] = set()
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            tensors = [a for a in args if isinstance(a, torch.Tensor)]
+            self.found.add(f"{func} {[str(t.dtype) for t in tensors]}")
+            return func(*args, **(kwargs or {}))
+
+    bed = builtins.open_bench(4)  # type: ignore[attr-defined]
+    bench, fast = bed.bench, bed.pair(64)
+    with Heard() as tuning:
+        while not bench.prepare():
+            pass
+        for gemm in ("up", "down"):
+            bench.readiness(gemm, fast.of(gemm))
+        for _ in range(4):
+            bench.measure("up", fast.up, 8)
+        for case in range(bench.compare_cases):
+            while bench.compare(fast, case) is None:
+                pass
+        bench.adopt(fast)
+    shape, align = bench._shape, bed.provider.serving.align
+    bench.close()
+    warnings: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: warnings.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("sglang.moe_autotune").addHandler(handler)
+    before = bed.gpu.pools
+    state = torch.get_rng_state()
+    with Heard() as before_serving:
+        rehearse([shape], align)
+    same = bool(torch.equal(state, torch.get_rng_state()))
+    good = list(warnings)
+    rehearse([shape], lambda *_: None)  # type: ignore[arg-type, return-value]
+    return {
+        "missing": sorted(tuning.found - before_serving.found), "count": len(tuning.found), "warnings": good,
+        "after_a_fault": warnings, "pools": [before, bed.gpu.pools], "same_random_state": same,
+    }  # fmt: skip
+
+
+def test_the_rehearsal_runs_every_operation_that_a_bench_will_run(scheduler: SchedulerProcess) -> None:
+    """On a GPU the first launch of each costs milliseconds, which a request must not wait for."""
+    scheduler.run(prepare)
+    told = scheduler.run(rehearsed)
+    assert told["missing"] == []
+    assert told["count"] > 30
+    assert told["warnings"] == []
+    assert told["same_random_state"]
+    assert len(told["after_a_fault"]) == 1
+    assert "could not prepare" in told["after_a_fault"][0]
+    assert told["pools"] == [0, 0]
