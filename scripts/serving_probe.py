@@ -237,7 +237,8 @@ def turns(functions: dict[str, Callable[[], Any]]) -> dict[str, float]:
 
 
 def micro(scheduler: Any) -> dict[str, Any]:
-    """Costs of the hooks on the thread that serves: an idle pass with nothing to tune, and lookups."""
+    """Costs of the hooks on the thread that serves: lookups, and an idle pass with nothing to tune as the loop meets it
+    (``hooked``) and where it does not rest (``looking``)."""
     from sglang_moe_autotune import plugin, releases  # noqa: PLC0415 - schedulers only
     from sglang_moe_autotune.layers import call_key  # noqa: PLC0415 - as above
     from sglang_moe_autotune.shapes import ConfigPair, KernelConfig  # noqa: PLC0415 - as above
@@ -250,10 +251,15 @@ def micro(scheduler: Any) -> dict[str, Any]:
     if scheduler.idle_sleeper is None:
         serving.tuner.abandon()
         idle: dict[str, dict[str, float]] = {}
+
+        def looking() -> None:
+            serving._rest_until_s = 0.0
+            hooked(scheduler)
+
         for state, level in (("nothing left", "on"), ("switched off", "rows")):
             install(serving, *fresh_tuner(serving))
             serving.switch.asked = level
-            passes = {"hooked": lambda: hooked(scheduler), "stock": lambda: stock(scheduler)}
+            passes = {"hooked": lambda: hooked(scheduler), "looking": looking, "stock": lambda: stock(scheduler)}
             idle[state] = turns(passes)
         install(serving, *kept)
         serving.switch.asked = asked

@@ -58,6 +58,14 @@ class Captures:
     def __len__(self) -> int:
         return len(self._held)
 
+    def held(self, kind: BatchKind, M: int) -> Answers:  # noqa: N803 - the field's name for it
+        """What the graphs of a kind with so many tokens hold; nothing where there is none."""
+        found: Answers = {}
+        for size, held in self._held.items():
+            if size.kind == kind and size.M == M:
+                found.update(held)
+        return found
+
     def stale(self, rows: Mapping[CallKey, Mapping[int, ConfigPair]]) -> dict[Size, Stale]:
         """The graphs to be captured again under these learned rows."""
         found = {}

@@ -135,4 +135,6 @@ def describe(serving: Serving) -> status.LiveStatus:
         quarantine={str(one.candidate): one.reason for one in held.held} if held is not None else {},
         deferred={f"{slug} {M}": reason for (slug, M), reason in snapshot.deferred.items()} if snapshot else {},
         graphs=serving.recapture.snapshot(),
+        doubts=serving.doubts.told,
+        step_changes={str(outcome): count for outcome, count in serving.steps.counts.items()},
     )

@@ -53,6 +53,7 @@ METRICS: Final = (
     Metric("stale_graphs", "gauge", (), "Captured graphs that hold another config than the served one."),
     Metric("recaptures_total", "counter", ("outcome",), "Captures of a graph: recaptured, failed, withdrawn."),
     Metric("recapture_seconds", "histogram", (), "Time for which the server stood still for the capture of a graph."),
+    Metric("step_changes_total", "counter", ("outcome",), "Rows in effect, by what step times say: worse, harmless."),
     Metric("serving_compiles_total", "counter", (), "Kernels that the serving process compiled for tuning: stays 0."),
 )
 
@@ -146,6 +147,8 @@ class Metrics:
         self._count(now["gpu_s"], "gpu_seconds_total")
         self._count(now["idle_s"], "idle_seconds_total")
         self._count(now["compiles_for_tuning"], "serving_compiles_total")
+        for outcome in ("worse", "harmless"):
+            self._count(now["step_changes"].get(outcome, 0), "step_changes_total", outcome)
         for outcome in ("ready", "failed"):
             self._count(now["compile"].get(outcome, 0), "binaries_total", outcome)
         self._child("stale_graphs").set(len(now["graphs"]["stale"]))

@@ -11,8 +11,15 @@ if TYPE_CHECKING:
     import collections
 
     from sglang_moe_autotune.marked import MarkedProvider
+    from sglang_moe_autotune.status import State
 
 logger = logging.getLogger("sglang.moe_autotune")
+
+REST_S = 0.001
+"""for which passes ask nothing after one that found nothing to do. What brings work (a batch, a message, the switch)
+ends it; what other processes say waits that long."""
+RESTFUL: frozenset[State] = frozenset({"idle", "standing aside", "off"})
+"""states of passes that found nothing to do"""
 
 
 class Passes:

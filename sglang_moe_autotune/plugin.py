@@ -79,7 +79,8 @@ _FENCES = {
     CONTROL.name: Fence("control", "/set_internal_state does not switch it any more, the file does"),
     RECEIVE.name: Fence("receive", "several ranks capture no graph anew in service any more"),
 }
-_LOOKUP_FENCE = _FENCES[LOOKUP.name]
+_LOOKUP_FENCE, _IDLE_FENCE = _FENCES[LOOKUP.name], _FENCES[IDLE.name]
+_REQUEST_FENCE, _BATCH_FENCE = _FENCES[REQUESTS.name], _FENCES[BATCH.name]
 
 
 def register() -> None:
@@ -176,22 +177,27 @@ def on_lookup(
 
 
 def on_idle(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:
-    """AROUND ``Scheduler.maybe_sleep_on_idle``: one slice; SGLang's own sleep only when no work is ready."""
-    state, fence = _serving, _FENCES[IDLE.name]
-    if state is not None and not _FENCES[REQUESTS.name].broken and not _FENCES[BATCH.name].broken:
-        if fence.call(state.idle, scheduler):
-            return None
-        if fence.broken:
+    """AROUND ``Scheduler.maybe_sleep_on_idle``: one slice; SGLang's own sleep only when no work is ready.
+
+    Thousands of calls a second where nothing happens: hence a fence of two lines here too.
+    """
+    state = _serving
+    if state is not None and not (_IDLE_FENCE.broken or _REQUEST_FENCE.broken or _BATCH_FENCE.broken):
+        try:
+            if state.idle(scheduler):
+                return None
+        except Exception as error:  # noqa: BLE001 - logged there
+            _IDLE_FENCE.trip(error)
             state.stop("tuning ended with a fault; the log has it")
     return original(scheduler, *args, **kwargs)
 
 
 def on_batch(scheduler: Any, *args: Any, **kwargs: Any) -> None:
     """BEFORE ``Scheduler.run_batch``: count what is served, and when."""
-    state, fence = _serving, _FENCES[BATCH.name]
+    state = _serving
     if state is not None:
-        fence.call(state.batch, scheduler, _first(args, kwargs))
-        if fence.broken:
+        _BATCH_FENCE.call(state.batch, scheduler, _first(args, kwargs))
+        if _BATCH_FENCE.broken:
             state.stop("when requests run can no longer be followed; the log has it")
 
 
@@ -202,10 +208,10 @@ def _first(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def on_requests(_scheduler: Any, *args: Any, **kwargs: Any) -> None:
     """BEFORE ``Scheduler.process_input_requests``, in every pass: let go of the device before weights move."""
-    state, fence, requests = _serving, _FENCES[REQUESTS.name], _first(args, kwargs)
+    state, requests = _serving, _first(args, kwargs)
     if requests and state is not None:
-        fence.call(state.requests, requests)
-        if fence.broken:
+        _REQUEST_FENCE.call(state.requests, requests)
+        if _REQUEST_FENCE.broken:
             state.stop("what the engine is told can no longer be followed; the log has it")
 
 

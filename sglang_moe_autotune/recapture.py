@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
     from sglang_moe_autotune.doorbell import Doorbell
+    from sglang_moe_autotune.heat import BatchKind
     from sglang_moe_autotune.lookup import Call, Lookup
     from sglang_moe_autotune.settings import RecaptureMode, Settings
     from sglang_moe_autotune.shapes import ConfigPair, MoeShape
@@ -73,6 +74,8 @@ class Recapture:
         self.counts: dict[Outcome, int] = {}
         self.put_off: dict[Size, str] = {}
         self.stale: dict[Size, Stale] = {}
+        self.made = 0
+        """grows whenever graphs may hold other answers than before"""
         self._settings, self._lookup, self._shapes, self._clock = settings, lookup, shapes, clock
         self._graphs: tuple[graphs.Graphs, ...] = ()
         self._captures = Captures((), {})
@@ -80,6 +83,7 @@ class Recapture:
         self._doorbell: Doorbell | None = None
         self._alone = True
         self._by_hand: set[Size] = set()
+        self._slow: set[int] = set()
         self._seen: tuple[int, bool] | None = None
         self._look_s = 0.0
         self._since_s: dict[Size, float] = {}
@@ -133,6 +137,16 @@ class Recapture:
     def adopted(self, key: CallKey, M: int, pair: ConfigPair) -> None:  # noqa: N803
         """The binaries of this row are loaded: a capture will compile nothing."""
         self._adopted.add((key, M, pair))
+
+    def held(self, kind: BatchKind, M: int) -> Mapping[CallKey, ConfigPair | None]:  # noqa: N803
+        """The learned pairs that the graph of so many tokens was captured with, None for SGLang's own; nothing where no
+        graph is known."""
+        return self._captures.held(kind, M)
+
+    def take_out(self, M: int) -> None:  # noqa: N803
+        """A row of this M made steps slower and was taken back: out of its graphs too, also in mode ``restart``, where
+        a request by hand brought it in."""
+        self._slow.add(M)
 
     def served(self, counts: Mapping[int, int]) -> None:
         """Count batches by M: the hottest graphs go first."""
@@ -201,6 +215,7 @@ class Recapture:
     def _refresh(self, *, overlays: bool) -> None:
         if any(not some.current for some in self._graphs):
             self._graphs = self._find().graphs
+            self.made += 1
             self._captures.forget(size for some in self._graphs for size in some.sizes())
             self._seen = None
         if self._seen == (self._lookup.epoch, overlays):
@@ -218,7 +233,8 @@ class Recapture:
         total = sum(self.counts.values())
         due = []
         for size, stale in self.stale.items():
-            if self.mode != "idle" and size not in self._by_hand:
+            asked = size in self._by_hand or (stale.taken_back and size.M in self._slow)
+            if self.mode != "idle" and not asked:
                 continue
             if now_s < self._again_s.get(size, now_s) or self._failures.get(size, 0) >= _MOST_FAILURES:
                 continue
@@ -256,6 +272,7 @@ class Recapture:
             self._lookup.asked = None
         done = self._account(stale, some, asked, reason, began_s)
         self.counts[done.outcome] = self.counts.get(done.outcome, 0) + 1
+        self.made += 1
         self.pauses_s[size] = done.pause_s
         self.new_pauses_s.append(done.pause_s)
         self._seen = None

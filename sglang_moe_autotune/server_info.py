@@ -52,5 +52,7 @@ def describe(serving: Serving) -> dict[str, Any]:
         "compiles_for_tuning": serving.compiles.for_tuning,
         "store": {"path": str(store.path), "state": store.state} if store is not None else None,
         "graphs": msgspec.json.decode(msgspec.json.encode(serving.recapture.snapshot())),
+        "doubts": dict(serving.doubts.told),
+        "step_changes": dict(serving.steps.counts),
         "shapes": {slug: msgspec.to_builtins(found) for slug, found in shapes.items()},
     }

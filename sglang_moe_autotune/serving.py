@@ -13,6 +13,7 @@ from sglang_moe_autotune.budget import Budget
 from sglang_moe_autotune.council import Place
 from sglang_moe_autotune.device import make_tuner, open_device
 from sglang_moe_autotune.doorbell import Doorbell
+from sglang_moe_autotune.doubts import Doubts
 from sglang_moe_autotune.harvest import Harvest
 from sglang_moe_autotune.heat import Heat
 from sglang_moe_autotune.idle_time import IdleTime
@@ -21,7 +22,7 @@ from sglang_moe_autotune.layers import find_layers
 from sglang_moe_autotune.listener import CompileCount
 from sglang_moe_autotune.marked import MarkedProvider
 from sglang_moe_autotune.overlay import Overlay
-from sglang_moe_autotune.passes import Passes
+from sglang_moe_autotune.passes import REST_S, RESTFUL, Passes
 from sglang_moe_autotune.peers import Peers
 from sglang_moe_autotune.post import server_name
 from sglang_moe_autotune.recapture import Recapture
@@ -85,14 +86,15 @@ class Serving:
         self.agenda = Agenda()
         self.peers: Peers | None = None
         self._never = ""
-        self._deterministic = False
-        self._attached = False
+        self._deterministic = self._attached = self._startup_done = False
         self._faults = 0
         self._idled = False
         """was the last thing this loop did a pass in deep idle?"""
         self.intake = Intake(self.overlay, self.heat, self.recapture, settings.max_m, self._submit_note)
-        self._startup_done = False
+        self.doubts = Doubts(self.overlay, self.recapture, lambda: self.intake.captured)
+        self.steps = self.doubts.steps
         self._doorbell: Doorbell | None = None
+        self._rest_until_s = 0.0
         self._last_request_s = time.monotonic()
         self._served = False
         """was there a batch since the last idle pass? Its hook runs before it, and it may take seconds"""
@@ -107,17 +109,23 @@ class Serving:
         return None if releases.overridden() else self.lookup.miss(key, M, answer)
 
     def batch(self, scheduler: Any, batch: Any) -> None:
-        self._idled = False
+        self._idled, self._rest_until_s = False, 0.0
         if releases.is_filler(batch):
             self._served = True  # another rank is not idle, so this one is not
         if (found := releases.batch_tokens(scheduler, batch)) is not None:
             self._served = True
             self.heat.batch(*found)
+            if self.steps.ran(found, now := time.monotonic(), batch):
+                self.doubts.block(batch, now)
             if found[0] == "prefill" and found[1] >= _LONG_PREFILL and self._scratch_bytes() > _SMALL_SCRATCH_BYTES:
                 self._let_go()  # it may need the memory, and takes far longer than giving it back
+        else:
+            self.steps.pause()
 
     def requests(self, requests: Any) -> None:
         """What the scheduler has just received: weights, caches and adapters move after this."""
+        self._rest_until_s = 0.0
+        self.steps.pause()
         if releases.disturbs(requests):
             self.votes.cancel(self.peers.graphs if self.peers is not None else None)
             self._let_go()
@@ -135,6 +143,7 @@ class Serving:
     def switched(self) -> None:
         """Follow the switch: at the next lookup and the next idle pass. From any thread."""
         self.overlays = self.switch.level != "off" and not self._deterministic
+        self._rest_until_s = 0.0
 
     def stop(self, reason: str) -> None:
         """Tune no more in this process; learned rows stay in use. Never raises: it is called after a fault."""
@@ -146,7 +155,7 @@ class Serving:
                 self._let_go()
             except Exception:
                 logger.exception("MoE autotune could not give everything back when it stopped.")
-            self.tuner = None
+            self.tuner, self.steps.on = None, False
 
     def loaded(self, model_runner: Any) -> None:
         """After the weights of a model (or of its draft model) are there, before any graph is captured."""
@@ -166,6 +175,15 @@ class Serving:
     def idle(self, scheduler: Any) -> bool:
         """One idle pass: at most one slice. True if it did work, so that SGLang's sleep is skipped."""
         now = time.monotonic()
+        if now < self._rest_until_s:
+            return False
+        worked = self._pass(scheduler, now)
+        self.doubts.look(now, overlays=self.overlays)
+        if not worked and self.state in RESTFUL:
+            self._rest_until_s = now + REST_S
+        return worked
+
+    def _pass(self, scheduler: Any, now: float) -> bool:
         if self._served:
             self._served, self._last_request_s = False, now
         if not self._attached:
@@ -174,8 +192,8 @@ class Serving:
             return True
         if self._never or self.tuner is None:
             return False
-        if reason := self._why_not_now(scheduler, now):
-            self._stand_aside(reason)
+        if reason := self.switch.why or self.died or self.watch.why_paused(now) or releases.why_not_now(scheduler):
+            self._stand_aside(reason)  # the first one of the table in docs/limits.md that holds
             return False
         quiet_s = now - self._last_request_s
         deep = quiet_s >= self.settings.deep_idle_s
@@ -213,16 +231,14 @@ class Serving:
             self._observe(began_s, now, launched=launched)
         return result == "worked"
 
-    def _why_not_now(self, scheduler: Any, now: float) -> str:
-        """Why this pass launches nothing: the first reason of the table in docs/limits.md that holds."""
-        return self.switch.why or self.died or self.watch.why_paused(now) or releases.why_not_now(scheduler)
-
     def _step(self, *, deep_idle: bool) -> Step:
         """One step of the tuner. A fault drops its job, and the tuner goes on with another one; after a few in a
         row it is the fence's turn."""
         assert self.tuner is not None  # noqa: S101 - for the type checker
         try:
             with self.compiles:
+                if self.doubts.ready(deep_idle=deep_idle):
+                    return self.doubts.step(deep_idle=deep_idle)
                 if self.peers is not None:
                     return self.peers.step(time.monotonic(), deep_idle=deep_idle)
                 return self.tuner.step(deep_idle=deep_idle)
@@ -247,6 +263,7 @@ class Serving:
             self.tuner.abandon()
         if self.peers is not None:
             self.peers.abandon()
+        self.doubts.abandon()
 
     def start(self, device: Device) -> None:
         """Open the store of the device's environment, publish what it holds, and get ready to tune."""
@@ -309,6 +326,8 @@ class Serving:
         if self.tuner is not None and self.passes.marked is not None:
             ours = self.settings, self.store, self.passes.marked, self.overlay, self.tuner, self.agenda, self.votes
             self.peers = self.harvest.peers = Peers(self.place, *ours, self.recapture.adopted)
+            self.doubts.join(*ours[1:3], self.tuner, self._let_go, self.place.ranks == 1, self.settings.slice_us)
+            self.steps.on = self.settings.mode != "restart"
         elif self.died and self.place.ranks > 1:
             absence.tell(self.store, self.place, self.reason)
 

@@ -148,6 +148,10 @@ class LiveStatus(msgspec.Struct, frozen=True, kw_only=True):
     """"slug M" -> why it cannot be tuned now"""
     quarantine: dict[str, str] = {}
     """candidate -> why it is never tried"""
+    doubts: dict[str, str] = {}
+    """"slug M" -> what became of a row with which steps took longer than before"""
+    step_changes: dict[str, int] = {}
+    """sizes where other rows took effect, by what step times say of it: worse, harmless, or why they say nothing"""
     graphs: GraphCounts = GraphCounts()
 
     @property

@@ -113,6 +113,7 @@ def server(entry: Server, now_unix_s: float) -> list[RenderableType]:
             f"binaries: {counts.ordered} ordered, {counts.ready} ready, {counts.failed} failed",
             *live.graphs.lines(),
             *(f"not now: {where}: {why}" for where, why in sorted(live.deferred.items())),
+            *(f"slower steps: {where}: {what}" for where, what in sorted(live.doubts.items())),
             *(f"in quarantine: {what}: {why}" for what, why in sorted(live.quarantine.items())),
         ]
     wrong = [Text(what, style="bold red") for what in broken(live)]

@@ -55,6 +55,8 @@ def replayed_serving(ms: tuple[int, ...] = (8, 64, 512), deferred: int | None = 
         idle_time=SimpleNamespace(total_s=1.5),
         compiles=SimpleNamespace(for_tuning=0),
         overlay=SimpleNamespace(shapes=(SMALL,)),
+        doubts=SimpleNamespace(told={"made-up 8": "taken back"}),
+        steps=SimpleNamespace(counts={"worse": 1, "harmless": 3}),
         peers=None,
         place=Place(),
     )

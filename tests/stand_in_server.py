@@ -114,7 +114,7 @@ class StandIn:
                 value: Any = {"free": 10 << 30, "total": 100 << 30}
                 if path.stem.startswith("micro"):
                     value = {
-                        "idle_ns": {"nothing left": {"hooked": 2500.0, "stock": 100.0}},
+                        "idle_ns": {"nothing left": {"hooked": 700.0, "looking": 6000.0, "stock": 100.0}},
                         "lookup_ns": {"hooked hit": 900.0, "stock on the same M": 1000.0,
                                       "hooked miss": 3500.0, "stock on a miss": 1000.0},
                     }  # fmt: skip

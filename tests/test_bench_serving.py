@@ -314,5 +314,5 @@ def test_the_probe_sees_slices_and_times_the_hooks_in_a_scheduler(scheduler: Sch
     assert told["switch"] == "on"
     assert told["stepped_on"]
     for cost in told["micro"]["idle_ns"].values():
-        assert 0 < cost["stock"] < cost["hooked"]
+        assert 0 < cost["stock"] < cost["hooked"] < cost["looking"]
     assert all(value > 0 for value in told["micro"]["lookup_ns"].values())

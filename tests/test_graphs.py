@@ -327,6 +327,7 @@ def idle_passes() -> dict[str, object]:
             found = []
             for _ in range(count):
                 serving._last_request_s -= quiet_s
+                serving._rest_until_s = 0.0  # as after a millisecond
                 captured = len(made.device.captured)
                 stub.maybe_sleep_on_idle()
                 found.append(len(made.device.captured) - captured)

@@ -173,6 +173,7 @@ def aside(name: str) -> list[object]:
     during, slept, reason, abandoned = len(tuner.steps), scheduler.slept, state.reason, tuner.abandoned
     setattr(owner, attribute, 100.0 if name == "budget" else kept)
     os.environ.pop("SGLANG_CRASH_ON_TRITON_LOAD_AFTER_READY", None)
+    world.clock.now += 0.001  # after a pass with nothing to do the next ones rest
     for _ in range(10):
         scheduler.on_idle()
     return [during, slept, reason, len(tuner.steps) - during, abandoned]
@@ -241,8 +242,9 @@ def on_two_ranks() -> dict[str, object]:
     )
     for level in ("on", "rows", "on"):
         state.switch.asked = level
-        scheduler.on_idle()
-        scheduler.on_idle()
+        for _ in range(2):
+            world.clock.now += 0.001
+            scheduler.on_idle()
     return found | {"told": told}
 
 
@@ -317,7 +319,8 @@ def window() -> dict[str, object]:
     world.clock.now += 1
     for result in ("waiting", "nothing"):
         state.tuner = world.Tuner(result)
-        found[result] = passes(5)
+        found[result] = passes(5, 0.001)
+        world.clock.now += 1
     found["idle"] = [round(state.idle_time.total_s, 1), round(state.idle_time.deep_s, 1), state.idle_time.windows]
     return found
 
@@ -409,6 +412,67 @@ def test_a_fault_ends_tuning_and_a_second_one_in_tidying_up_is_none_of_sglangs(w
     told = world.run(faults_after_faults)
     assert told["batch"] == ["off", "when requests run can no longer be followed; the log has it", 3]
     assert told["idle"] == ["off", "tuning ended with a fault; the log has it", 0, True]
+
+
+def resting() -> dict[str, object]:
+    """Steps and SGLang's sleeps of passes 0.1 ms apart, after a pass that found nothing, and after what ends a rest."""
+    import builtins
+    from types import SimpleNamespace
+
+    world = builtins.world  # type: ignore[attr-defined]
+    state = world.fresh()
+    scheduler = world.Scheduler()
+    state.tuner = world.Tuner("nothing", takes_s=0.0)
+    scheduler.on_idle()
+    found: dict[str, object] = {}
+
+    def passes(count: int) -> list[int]:
+        before, slept = len(state.tuner.steps), scheduler.slept
+        for _ in range(count):
+            world.clock.now += 0.0001
+            scheduler.on_idle()
+        return [len(state.tuner.steps) - before, scheduler.slept - slept]
+
+    found["a millisecond has ten"] = passes(100)
+    found["state"] = [state.state, state.reason]
+    found["idle"] = round(state.idle_time.total_s, 4)
+    state.tuner.result = "worked"
+    passes(10)
+    found["work has no rests"] = passes(10)
+    state.tuner.result = "waiting"
+    found["nor have waits for a compile"] = passes(10)
+    state.tuner.result = "nothing"
+    passes(1)
+    mode = SimpleNamespace(is_extend=lambda: False)
+    probe = SimpleNamespace(reqs=[SimpleNamespace(rid="HEALTH_CHECK_1")], forward_mode=mode)
+    for name, ends in (
+        ("a batch", lambda: world.plugin.on_batch(scheduler, probe)),
+        ("a message", lambda: world.plugin.on_requests(scheduler, [SimpleNamespace()])),
+        ("the switch", state.switched),
+    ):
+        found[f"{name} not yet"] = passes(1)[0]
+        ends()
+        found[name] = passes(1)[0]
+    abandoned, scheduler._engine_paused = state.tuner.abandoned, True
+    found["standing aside"] = [passes(100), state.state, state.tuner.abandoned - abandoned]
+    return found
+
+
+@pytest.mark.sglang
+def test_passes_with_nothing_to_do_rest_for_a_millisecond_and_whatever_brings_work_ends_it(
+    world: SchedulerProcess,
+) -> None:
+    told = world.run(resting)
+    steps, slept = told["a millisecond has ten"]
+    assert 9 <= steps <= 10
+    assert slept == 100
+    assert told["state"] == ["idle", ""]
+    assert told["idle"] == pytest.approx(0.01, abs=0.0011)
+    assert told["work has no rests"] == [10, 0]
+    assert told["nor have waits for a compile"] == [10, 10]
+    for name in ("a batch", "a message", "the switch"):
+        assert (told[f"{name} not yet"], told[name]) == (0, 1), name
+    assert told["standing aside"] == [[0, 100], "standing aside", 1]
 
 
 def over_its_bound() -> dict[str, object]:

@@ -388,6 +388,7 @@ def test_batches_are_counted_once_and_health_probes_are_not(prepared: SchedulerP
 
 def stand_aside() -> dict[str, object]:
     import builtins
+    import time
     from types import SimpleNamespace
 
     from sglang_moe_autotune import releases
@@ -417,6 +418,7 @@ def stand_aside() -> dict[str, object]:
 
     def look(name: str, change: object) -> None:
         stub = given.Stub()
+        time.sleep(0.0011)  # after a pass with nothing to do the next ones rest
         stub.maybe_sleep_on_idle()
         serving.reason = ""
         before = len(steps)

@@ -256,6 +256,35 @@ def test_by_hand_what_is_stale_now_is_captured_once(monkeypatch: pytest.MonkeyPa
     assert server.passes(100) == 0
 
 
+def test_a_row_that_made_steps_slower_leaves_its_graphs_also_where_only_a_hand_brought_it_in(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    server = Server(monkeypatch, recapture="restart")
+    server.learn(ONE, 8, 64)
+    server.passes(30)
+    server.recapture.request()
+    assert server.passes(10) == 2
+    made = server.recapture.made
+    assert server.recapture.held("decode", 8) == {KEY: ONE}
+    server.learn(None, 8, 64)
+    server.recapture.take_out(8)
+    assert server.passes(10, quiet_s=9.0) == 0, "not beside a request"
+    assert server.passes(100) == 1
+    assert server.recapture.held("decode", 8) == {KEY: None}
+    assert server.recapture.held("decode", 64) == {KEY: ONE}
+    assert server.recapture.made == made + 1
+
+
+def test_what_is_not_known_of_a_graph_is_nothing(server: Server) -> None:
+    assert server.recapture.held("decode", 7) == {}
+    assert server.recapture.held("prefill", 4096) == {KEY: None}
+    before, server.decode.current = server.recapture.made, False
+    server.found = Found((server.prefill,), {})
+    server.passes(1)
+    assert server.recapture.made > before, "SGLang captured its graphs anew"
+    assert server.recapture.held("decode", 8) == {}
+
+
 def test_off_is_off_by_hand_too(monkeypatch: pytest.MonkeyPatch) -> None:
     server = Server(monkeypatch, recapture="off")
     server.learn(ONE, 8)
