@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
 import time
@@ -10,12 +11,15 @@ from typing import TYPE_CHECKING
 from sglang_moe_autotune import __version__, deaths, releases, status, store, switch
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from sglang_moe_autotune.serving import Serving
 
 logger = logging.getLogger("sglang.moe_autotune")
 
 _EVERY_S = 3.0
 _DEATHS_EVERY = 20
+_TORN_IN_A_ROW = 5
 
 
 def start(serving: Serving) -> None:
@@ -41,27 +45,43 @@ def log_start(serving: Serving) -> None:
 
 
 def _loop(serving: Serving) -> None:
-    told, turns = False, 0
+    teller, turns = Teller(), 0
     while True:
-        try:
-            if serving.mark is not None:
-                serving.mark.keep()
-            if turns % _DEATHS_EVERY == 0:
-                look_for_deaths(serving)
-            turns += 1
-            follow(serving)
-            if serving.root is not None:
-                status.write(serving.root, describe(serving))
-            if serving.metrics is not None:
-                serving.metrics.update(serving)
-        except RuntimeError:
-            pass  # a dict that the serving thread changed while it was read here: the next turn succeeds
-        except Exception:
-            # What people see must not end with the first fault; nothing that serves depends on this thread.
-            if not told:
-                logger.exception("MoE autotune could not say how it is; it goes on and tries again.")
-            told = True
+        teller.turn(functools.partial(_turn, serving, turns))
+        turns += 1
         time.sleep(_EVERY_S)
+
+
+class Teller:
+    """Makes turns that may fail: what people see must not end with a fault, and a fault must be seen, once."""
+
+    def __init__(self) -> None:
+        self._told, self._torn = False, 0
+
+    def turn(self, turn: Callable[[], None]) -> None:
+        """Make one. A dict that the serving thread changes while it is read here is a RuntimeError, and the next turn
+        succeeds; several of them in a row are something else."""
+        try:
+            turn()
+        except Exception as error:
+            self._torn += 1
+            if not self._told and not (isinstance(error, RuntimeError) and self._torn < _TORN_IN_A_ROW):
+                logger.exception("MoE autotune could not say how it is; it goes on and tries again.")
+                self._told = True
+        else:
+            self._torn = 0
+
+
+def _turn(serving: Serving, number: int) -> None:
+    if serving.mark is not None:
+        serving.mark.keep()
+    if number % _DEATHS_EVERY == 0:
+        look_for_deaths(serving)
+    follow(serving)
+    if serving.root is not None:
+        status.write(serving.root, describe(serving))
+    if serving.metrics is not None:
+        serving.metrics.update(serving)
 
 
 def follow(serving: Serving) -> None:
