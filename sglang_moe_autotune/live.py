@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import threading
@@ -12,6 +13,7 @@ from sglang_moe_autotune import __version__, deaths, releases, status, store, sw
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
     from sglang_moe_autotune.serving import Serving
 
@@ -19,6 +21,8 @@ logger = logging.getLogger("sglang.moe_autotune")
 
 _EVERY_S = 3.0
 _DEATHS_EVERY = 20
+_SWEEP_EVERY = 1200
+_ENDED_KEPT_S = 86400.0
 _TORN_IN_A_ROW = 5
 
 
@@ -79,9 +83,26 @@ def _turn(serving: Serving, number: int) -> None:
         look_for_deaths(serving)
     follow(serving)
     if serving.root is not None:
+        if number % _SWEEP_EVERY == 0:
+            sweep(serving.root)
         status.write(serving.root, describe(serving))
     if serving.metrics is not None:
         serving.metrics.update(serving)
+
+
+def sweep(root: Path) -> None:
+    """Remove the live files of processes that ended more than a day ago. Never raises OSError.
+
+    SGLang ends its schedulers by SIGKILL, so no process removes its own, and each command of the shell reads all.
+    """
+    with contextlib.suppress(OSError):
+        old_s = time.time() - _ENDED_KEPT_S
+        for server in status.read(root).servers:
+            if server.presence == "gone" and server.live.unix_s < old_s:
+                server.path.unlink(missing_ok=True)
+        for path in (root / status.FOLDER).glob(".*.tmp"):
+            if path.stat(follow_symlinks=False).st_mtime < old_s:
+                path.unlink(missing_ok=True)
 
 
 def follow(serving: Serving) -> None:
