@@ -9,7 +9,7 @@ import threading
 import time
 from typing import TYPE_CHECKING
 
-from sglang_moe_autotune import __version__, deaths, releases, status, store, switch
+from sglang_moe_autotune import __version__, releases, status, switch
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -77,8 +77,6 @@ class Teller:
 
 
 def _turn(serving: Serving, number: int) -> None:
-    if serving.mark is not None:
-        serving.mark.keep()
     if number % _DEATHS_EVERY == 0:
         look_for_deaths(serving)
     follow(serving)
@@ -116,8 +114,8 @@ def follow(serving: Serving) -> None:
 
 def look_for_deaths(serving: Serving) -> None:
     """Other processes on this environment may have died since the start, and deaths may have been forgotten."""
-    if serving.mark is not None and serving.device is not None:
-        serving.died = deaths.sentence(deaths.read(serving.root, store.file_name(serving.device.environment)))
+    if serving.mark is not None:
+        serving.died = serving.look_for_deaths()
 
 
 def _needed(serving: Serving, slugs: list[str]) -> dict[str, float]:

@@ -17,17 +17,18 @@ from sglang_moe_autotune.harvest import Harvest
 from sglang_moe_autotune.heat import Heat
 from sglang_moe_autotune.idle_time import IdleTime
 from sglang_moe_autotune.intake import Intake
+from sglang_moe_autotune.journal import Journal
 from sglang_moe_autotune.layers import find_layers
 from sglang_moe_autotune.listener import CompileCount
 from sglang_moe_autotune.marked import MarkedProvider
 from sglang_moe_autotune.overlay import Overlay
 from sglang_moe_autotune.passes import Passes
 from sglang_moe_autotune.peers import Peers
-from sglang_moe_autotune.post import server_name
 from sglang_moe_autotune.recapture import Recapture
 from sglang_moe_autotune.settings import Settings, cache_root
-from sglang_moe_autotune.store import Store, file_name, relatives
+from sglang_moe_autotune.store import Store, relatives
 from sglang_moe_autotune.switch import Switch
+from sglang_moe_autotune.trials import environment_key
 from sglang_moe_autotune.votes import Votes
 
 if TYPE_CHECKING:
@@ -74,7 +75,7 @@ class Serving:
         self.since_unix_s = time.time()
         self.passes = Passes(settings.slice_us)
         self.watch = self.passes.watch
-        self.mark: deaths.Mark | None = None
+        self.mark: Journal | None = None
         self.died = ""
         """why nothing is tuned after deaths; from any thread"""
         self.slices = 0
@@ -253,7 +254,7 @@ class Serving:
         self.device = self.overlay.begin(device)
         self.switch.of_file = switch.read(self.root)
         self.switched()
-        self.died = deaths.sentence(deaths.read(self.root, file_name(device.environment)))
+        self.died = self.look_for_deaths()
         if self.died:
             self.state, self.reason = "off", f"read-only: {self.died}"
             logger.warning("MoE autotune starts read-only: %s.", self.died)
@@ -261,10 +262,18 @@ class Serving:
         self.overlay.publish_stored(self.store.contents)
         self.harvest = Harvest(self.store, self.root, self.settings.mode, self.lookup, self.recapture)
         if not self.read_only:
-            self.mark = deaths.Mark.open(self.root, file_name(device.environment), server_name(0))
+            held = getattr(device.provider, "quarantine", None)  # a recording launches nothing
+            self.mark = held.journal if held is not None else Journal()
             self.passes.marked = MarkedProvider(device.provider, self.mark)
             self.tuner = self.new_tuner(self.passes.marked, self.agenda)
         live.start(self)
+
+    def look_for_deaths(self) -> str:
+        """Why nothing may be tuned after deaths on this environment; from any thread but the serving one."""
+        if self.device is None:
+            return ""
+        key, read_only = environment_key(self.device.environment), self.settings.mode == "read-only"
+        return deaths.sentence(deaths.read(self.root, key, read_only=read_only))
 
     def new_tuner(self, provider: BenchmarkProvider, agenda: Agenda | None = None) -> Tuner:
         """A tuner that knows what is stored and serves what it learns. agenda: a fresh one."""
