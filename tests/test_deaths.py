@@ -244,6 +244,20 @@ def test_doctor_says_it_and_on_forgets_it(autotune_folder: Path) -> None:
     assert doctor.check_deaths(autotune_folder).health == "ok"
 
 
+def test_doctor_counts_servers_as_a_start_does(autotune_folder: Path) -> None:
+    """Two ranks of one server that died together are one server: the next start tunes, and doctor must not deny it."""
+    for _ in range(2):
+        end(start(autotune_folder, "begin:0", server="one server"))
+    found = deaths.read(autotune_folder, ENVIRONMENT)
+    assert len(found) == 2
+    assert deaths.sentence(found) == ""
+    row = doctor.check_deaths(autotune_folder)
+    assert (row.health, "start read-only" in row.says) == ("warn", False)
+    end(start(autotune_folder, "begin:0", server="another"))
+    assert "start read-only" in doctor.check_deaths(autotune_folder).says
+    assert deaths.sentence(deaths.read(autotune_folder, ENVIRONMENT))
+
+
 # -- in a server --------------------------------------------------------------------------------------------------
 
 
