@@ -80,7 +80,7 @@ def _turn(serving: Serving, number: int) -> None:
     if number % _DEATHS_EVERY == 0:
         look_for_deaths(serving)
     follow(serving)
-    if serving.root is not None:
+    if serving.root is not None and serving.settings.mode != "read-only":  # whose folder may be an image's
         if number % _SWEEP_EVERY == 0:
             sweep(serving.root)
         status.write(serving.root, describe(serving))

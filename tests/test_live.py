@@ -6,12 +6,15 @@ import os
 import time
 from typing import TYPE_CHECKING
 
+import first_launches
 import pytest
 
 from sglang_moe_autotune import live, status
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from scheduler_process import SchedulerProcess
 
 TORN = RuntimeError("dictionary changed size during iteration")
 
@@ -61,3 +64,39 @@ def test_live_files_of_processes_that_ended_more_than_a_day_ago_are_swept_away(t
     live.sweep(tmp_path)
     assert {p.name for p in folder.iterdir()} == {*map(status.file_name, kept), "of-a-newer-release.json"}
     live.sweep(tmp_path / "nothing here")
+
+
+def read_only_server(root: str) -> list[str]:
+    import time  # noqa: PLC0415 - this runs in the other process
+    from pathlib import Path  # noqa: PLC0415
+
+    from record_values import H200  # noqa: PLC0415
+    from replayed_serving import replayed_serving  # noqa: PLC0415
+
+    from sglang_moe_autotune import live, plugin  # noqa: PLC0415
+    from sglang_moe_autotune.device import Device  # noqa: PLC0415
+    from sglang_moe_autotune.quarantine import Quarantine  # noqa: PLC0415
+    from sglang_moe_autotune.serving import Serving  # noqa: PLC0415
+    from sglang_moe_autotune.settings import Settings  # noqa: PLC0415
+
+    live.start = lambda _: None
+    live.time.sleep = lambda _: None
+    serving = Serving(Settings(mode="read-only", dir=Path(root)), plugin.hooks_in_place)
+    Quarantine(Path(root), "env", read_only=True)
+    provider = replayed_serving().device.provider
+    serving.start(Device(H200, provider, "replayed"))
+    for number in range(2):
+        live._turn(serving, number)
+    time.sleep(0.5)
+    return [type(serving.tuner).__name__, serving.state]
+
+
+@pytest.mark.sglang
+def test_read_only_writes_nothing_and_takes_nothing_away(scheduler: SchedulerProcess, tmp_path: Path) -> None:
+    """Its folder may be an image's, or one that others keep: what a dead process left is another start's to take in."""
+    first_launches.end(first_launches.start(tmp_path, "begin:0"))
+    ended = status.this_process()._replace(pid=4194303)
+    assert status.write(tmp_path, status.LiveStatus(**ended._asdict(), unix_s=1.0, since_unix_s=1.0))
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    assert scheduler.run(read_only_server, str(tmp_path))[0] == "NoneType"
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
