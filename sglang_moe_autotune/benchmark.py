@@ -216,6 +216,7 @@ class DeviceBench:
         return self._device_us * 1e-6
 
     def close(self) -> None:
+        self._provider.quarantine.journal.withdraw()
         self._held = self._comparing = self._setup = None  # recorded launches hold tensors of the scratch
         if self._scratch is not None:
             self._scratch.close()

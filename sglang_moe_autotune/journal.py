@@ -41,9 +41,12 @@ SILENT_S: Final = 5.0
 _BYTES: Final = 64 << 10
 _LAPSE_S: Final = 0.5
 """after which an announcement that nobody makes use of is closed: requests came, or the search went elsewhere"""
-_CROWDED_S: Final = 0.01
-"""the same where another launch waits for its place"""
+_CROWDED_S: Final = 0.1
+"""the same where another launch waits for its place: longer than a round of looks at all that a search waits for, or
+each would drive out the other, and none be made"""
 _TOUCH_S: Final = 10.0
+_BREATH_S: Final = 100e-6
+"""for which a call that finds no line written lets the interpreter go: the writer gets it after 5 ms otherwise"""
 _FAULT_S: Final = 600.0
 """a fault that the process has outlived by this was none of the device"""
 
@@ -147,16 +150,18 @@ class Journal:
         """May this be made now? The first call announces it, where there is a place; a later one finds it written.
         Raises Declined where the disk does not answer."""
         with self._changed:
-            return self._announced(launch, time.monotonic())
+            found, on_its_way = self._announced(launch, time.monotonic()), launch in self._entries
+        if on_its_way and not found:
+            time.sleep(_BREATH_S)
+        return found
 
     def begin(self, launch: Launch) -> bool:
         """Is this made now? True: its line is written, and the page says that it runs."""
-        now_s = time.monotonic()
+        if not self.announced(launch):
+            return False
         with self._changed:
-            if not self._announced(launch, now_s):
-                return False
             if (entry := self._entries.get(launch)) is None:
-                return True  # nobody is told
+                return self._folder is None  # nobody is told; or it has lapsed since
             self._end_running(but=entry)  # a fault before, which this process has survived
             entry.state = "running"
         self._set(entry.number)
@@ -184,6 +189,11 @@ class Journal:
         """It raised: where the device is lost, SGLang's next launch ends this process."""
         with self._changed:
             self._faulted_s = time.monotonic()
+
+    def withdraw(self) -> None:
+        """Close what is announced and not made: the search goes elsewhere."""
+        with self._changed:
+            self._lapse(float("inf"))
 
     def later(self, job: Callable[[], None]) -> None:
         """Have the writer do this. Nothing without a folder."""
@@ -272,28 +282,29 @@ class Journal:
             for job in jobs:
                 job()
             try:
-                self._put(b"".join(line for line, _ in lines))
+                self._put(lines)
             except OSError as error:
                 self._give_up(error)
                 return
-            with self._changed:
-                now_s = time.monotonic()
-                for _, entry in lines:
-                    if entry is not None and entry.state == "handed":
-                        entry.state, entry.looked_s = "written", now_s
-
-    def _put(self, text: bytes) -> None:
-        """Append it; without any, say that this process lives. Raises OSError."""
+    def _put(self, lines: list[tuple[bytes, _Entry | None]]) -> None:
+        """Append them, and tell that they are written; without any, say that this process lives. Raises OSError."""
+        text = b"".join(line for line, _ in lines)
         if self._file is None and not text:
             return
-        if self._file is not None and self._bytes + len(text) <= _BYTES:
+        if self._file is None or self._bytes + len(text) > _BYTES:
+            self._begin()
+        elif text:
             held.append(self._file, text)
             self._bytes += len(text)
-            if not text:
-                os.utime(self._file)
-            if os.fstat(self._file).st_nlink:
-                return  # else somebody elsewhere took this process for long dead
-        self._begin()
+        else:
+            os.utime(self._file)
+        with self._changed:
+            now_s = time.monotonic()
+            for _, entry in lines:
+                if entry is not None and entry.state == "handed":
+                    entry.state, entry.looked_s = "written", now_s
+        if self._file is not None and not os.fstat(self._file).st_nlink:
+            self._begin()  # somebody elsewhere took this process for long dead
 
     def _begin(self) -> None:
         """Begin the file, or begin it anew with what is open: it is whole at every moment. Raises OSError."""

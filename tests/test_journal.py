@@ -150,6 +150,29 @@ def test_a_hundred_looks_cost_no_line_and_no_system_call(tmp_path: Path) -> None
     assert told(tmp_path) == before
 
 
+def test_a_search_that_waits_for_many_makes_them_all(tmp_path: Path) -> None:
+    """Looks in turn at more than have a place, each slow: none may drive out another that is about to be made."""
+    own, left = Journal(tmp_path, "env", "s"), [Launch(f"step {number}") for number in range(24)]
+    deadline = time.monotonic() + 20
+    while left:
+        assert time.monotonic() < deadline
+        one = left.pop(0)
+        if own.begin(one):
+            own.end()
+        else:
+            left.append(one)
+        time.sleep(0.001)
+
+
+def test_what_is_withdrawn_accuses_nobody(tmp_path: Path) -> None:
+    own = Journal(tmp_path, "env", "s")
+    wait(own, launch(0), launch(1))
+    begin(own, launch(1))
+    own.withdraw()
+    assert own.settled(20)
+    assert [one.what for one in told(tmp_path).open] == ["launch 1"]
+
+
 # -- the file ----------------------------------------------------------------------------------------------------------
 
 
