@@ -32,7 +32,8 @@ from gpu_parts import Parts, of_this_checkout
 from gpu_search import install
 from gpu_server import Model
 
-from sglang_moe_autotune import quarantine, status, store, trials
+from sglang_moe_autotune import held as held_files
+from sglang_moe_autotune import status, store, trials
 from sglang_moe_autotune.shapes import GEMMS
 
 if TYPE_CHECKING:
@@ -95,7 +96,7 @@ def configs(record: Record) -> set[KernelConfig]:
 
 def held(root: Path) -> dict[str, str]:
     """Candidates in quarantine, with the reason."""
-    return {str(one.candidate): one.reason for one in quarantine.read(root / quarantine.FOLDER).held}
+    return {str(one.candidate): one.reason for one in held_files.read(root / held_files.FOLDER).held}
 
 
 def measured(root: Path) -> list[trials.Tried]:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from sglang_moe_autotune.compiler import Compiler
+    from sglang_moe_autotune.journal import Launch
     from sglang_moe_autotune.layers import LiveLayer
 
 _RUNS_AT_ONCE = 16
@@ -104,6 +105,8 @@ class DeviceBench:
         self._held: Launches | None = None
         self._expected_us: dict[tuple[Gemm, KernelConfig], float] = {}
         self._comparing: tuple[ConfigPair, int, Iterator[Comparison | None]] | None = None
+        self._due: tuple[Gemm, KernelConfig] | None = None
+        """the candidate that a comparison launches soon, with this routing for the first time"""
         self._setup: Iterator[None] | None = self._set_up()
         self._device_us = 0.0
 
@@ -125,11 +128,14 @@ class DeviceBench:
             return "failed"
         state = self._provider.compiler.readiness(candidate.binary)
         if state == "ready":
+            known = (gemm, config) in self._expected_us or self._announced(gemm, config)
             try:
                 self._launches.load(gemm, config)
             except REFUSALS as error:
                 self._launches.refuse(gemm, config, f"cannot be loaded: {type(error).__name__}: {error}")
                 return "failed"
+            # Loading takes milliseconds, in which the journal's writer is mostly done.
+            return "ready" if known or self._announced(gemm, config) else "waiting"
         return state
 
     def reason(self, gemm: Gemm, config: KernelConfig) -> str:
@@ -139,20 +145,20 @@ class DeviceBench:
     def measure(self, gemm: Gemm, config: KernelConfig, count: int) -> list[Sample]:
         if isinstance(self._candidate(gemm, config), str):
             return []
-        incumbent, quarantine = self._baseline.of(gemm), self._provider.quarantine
+        incumbent, journal = self._baseline.of(gemm), self._provider.quarantine.journal
         expected = self._expected_us.get((gemm, config), float("inf")), self._expected_us[gemm, incumbent]
         first = expected[0] == float("inf")
         try:
             sides = self._launches.side(gemm, config), self._launches.side(gemm, incumbent)
-            if first:
-                quarantine.begin(self._shape, self._M, gemm, config)
+            if first and not journal.begin(self._first(gemm, config)):
+                return []
             timed = self._provider.timer.time(*sides, self._launches.rotation, expected, count, self._provider.slice_us)
         except REFUSALS as error:
             torch.cuda.current_stream().synchronize()  # raises where the device is lost: then nothing helps
-            quarantine.end()
+            journal.end()
             self._launches.refuse(gemm, config, f"cannot be launched: {type(error).__name__}: {error}")
             return []
-        quarantine.end()
+        journal.end()
         self._device_us += timed.device_us
         if first and self._endless(gemm, config, timed, expected[1]):
             return []
@@ -181,8 +187,11 @@ class DeviceBench:
     def compare(self, pair: ConfigPair, case: int) -> Comparison | None:
         if self._comparing is None or self._comparing[:2] != (pair, case):
             self._comparing = (pair, case, self._compare_steps(pair, correctness.ROUTINGS[case]))
+            self._due = None
+        if self._due is not None and not self._announced(*self._due):
+            return None
         found, device_us = clocked(self._comparing[2].__next__)
-        self._provider.quarantine.end()
+        self._provider.quarantine.journal.end()
         self._device_us += device_us
         if found is not None:
             self._comparing = None
@@ -208,6 +217,7 @@ class DeviceBench:
         return self._device_us * 1e-6
 
     def close(self) -> None:
+        self._provider.quarantine.journal.withdraw()
         self._held = self._comparing = self._setup = None  # recorded launches hold tensors of the scratch
         if self._scratch is not None:
             self._scratch.close()
@@ -253,6 +263,13 @@ class DeviceBench:
             return held
         return self._launches.candidate(gemm, config)
 
+    def _first(self, gemm: Gemm, config: KernelConfig) -> Launch:
+        return self._provider.quarantine.launch(self._shape, self._M, gemm, config)
+
+    def _announced(self, gemm: Gemm, config: KernelConfig) -> bool:
+        """May it be launched for the first time? See ``journal``."""
+        return self._provider.quarantine.journal.announced(self._first(gemm, config))
+
     @property
     def _launches(self) -> Launches:
         assert self._held is not None  # noqa: S101 - for the type checker
@@ -267,19 +284,22 @@ class DeviceBench:
     def _compare_steps(self, pair: ConfigPair, routing: str) -> Iterator[Comparison | None]:
         def launches(gemm: Gemm) -> tuple[correctness.Launch, correctness.Launch]:
             candidate = self._launches.into(gemm, pair.of(gemm), routing)
+            self._due = gemm, pair.of(gemm)
             return self._launches.into(gemm, self._baseline.of(gemm), routing), self._journalled(gemm, pair, candidate)
 
         gemms = pair.unlike(self._baseline) or GEMMS  # a binary beside itself says nothing
         return correctness.case_steps(self.scratch, launches, lambda gemm: self._terms(gemm, pair.of(gemm)), gemms)
 
     def _journalled(self, gemm: Gemm, pair: ConfigPair, launch: correctness.Launch) -> correctness.Launch:
-        """The first of these launches begins a line in the journal: a kernel can fail on one routing only."""
+        """The first of these launches is in the journal: a kernel can fail on one routing only."""
         first = [True]
 
         def write(written: correctness.Written) -> None:
             if first:
+                if not self._provider.quarantine.journal.begin(self._first(gemm, pair.of(gemm))):
+                    raise Declined("the journal of first launches was held up")
                 first.clear()
-                self._provider.quarantine.begin(self._shape, self._M, gemm, pair.of(gemm))
+                self._due = None
             launch(written)
 
         return write

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from sglang_moe_autotune import pace, releases
 from sglang_moe_autotune.fitting import space_of
+from sglang_moe_autotune.post import server_name
 from sglang_moe_autotune.prior import Prior, find_files
 from sglang_moe_autotune.quarantine import Quarantine
 from sglang_moe_autotune.trials import environment_key
@@ -49,7 +50,9 @@ def open_device(settings: Settings, root: Path | None, layers: LiveLayers, compi
     compiler = Compiler(settings.compile_processes, environment.shared_memory_bytes)
     align = releases.fused_module().moe_align_block_size
     lent = Lent(layers.of, invoke, align, lambda: compiles.compiled)
-    quarantine = Quarantine(root, environment_key(environment), read_only=settings.mode == "read-only")
+    quarantine = Quarantine(
+        root, environment_key(environment), read_only=settings.mode == "read-only", server=server_name(0)
+    )
     provider = DeviceProvider(
         *(lent, compiler, settings.reserve_mb << 20, settings.slice_us, quarantine), bit_equal=settings.bit_equal
     )

@@ -251,7 +251,7 @@ def check_deaths(root: Path | None) -> Check:
         return Check("deaths", "ok", "no process died in a first launch")
     last = f"{len(found)} in a first launch, the last at {found[-1].what or 'an unknown one'}"
     stopped = any(
-        len([d for d in found if d.environment == one]) >= deaths.LIMIT for one in {d.environment for d in found}
+        deaths.sentence(tuple(d for d in found if d.environment == one)) for one in {d.environment for d in found}
     )
     if not stopped:
         cure = f"after {deaths.LIMIT} servers start read-only; {DISTRIBUTION} on forgets it"

@@ -7,14 +7,15 @@ from typing import TYPE_CHECKING
 
 import click
 
-from sglang_moe_autotune import config_folder, explain, objects, quarantine, selection, shell, summary, switch, watch
+from sglang_moe_autotune import config_folder, explain, objects, selection, shell, summary, switch, watch
+from sglang_moe_autotune import held as held_files
 from sglang_moe_autotune.trials import environment_key
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
     from pathlib import Path
 
-    from sglang_moe_autotune.quarantine import Held
+    from sglang_moe_autotune.held import Held
     from sglang_moe_autotune.records import Environment
     from sglang_moe_autotune.shapes import MoeShape
 
@@ -130,5 +131,5 @@ def _files(about: Environment, owner: MoeShape, m: int) -> explain.Files:
 def _held(folder: Path | None, about: Environment, shapes: Iterable[MoeShape]) -> list[Held]:
     """What is never tried for these shapes, at whatever M it was found."""
     of, key = set(shapes), environment_key(about)
-    found = quarantine.read(shell.root(folder, quiet=True) / quarantine.FOLDER).held
+    found = held_files.read(shell.root(folder, quiet=True) / held_files.FOLDER).held
     return [one for one in found if one.candidate.environment == key and one.candidate.shape in of]

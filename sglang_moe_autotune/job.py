@@ -32,6 +32,8 @@ Phase = Literal["preparing", "searching", "deciding", "comparing", "confirming",
 Steps = Generator[Progress, None, None]
 
 _NO_GAIN: Final = Estimate(0.0, 0.0, 0.0)
+_LOOKS: Final = 50
+"""at binaries in vain before the first rest: what is there already is launchable some passes later (see ``journal``)"""
 _DIRTY_LIMIT: Final = 200
 """Empty measurements in a row after which a trial counts as not measurable: the job must end some time."""
 
@@ -169,7 +171,7 @@ class Job:
             if not wanted:
                 yield "worked"
             waiting = deque(wanted)
-            fruitless, moved_s = 0, self._clock()
+            fruitless, looks, moved_s = 0, 0, self._clock()
             while waiting:
                 trial = waiting.popleft()
                 if not search.count(trial):
@@ -178,16 +180,16 @@ class Job:
                     state = self._bench.readiness(*trial)
                     if state == "waiting":
                         waiting.append(trial)
-                        fruitless += 1
+                        fruitless, looks = fruitless + 1, looks + 1
                         yield "worked"
                         if self._clock() - moved_s > self._options.compile_wait_s:
                             search.drop(trial)
                             self._why = "their binaries did not come"
-                        elif fruitless >= len(waiting):
+                        elif fruitless >= len(waiting) and looks >= _LOOKS:
                             fruitless = 0
                             yield from self._rest()
                         continue
-                    fruitless, moved_s = 0, self._clock()
+                    fruitless, looks, moved_s = 0, 0, self._clock()
                     if state == "failed":
                         reason = self._bench.reason(*trial)
                         self._why = self._why or reason
@@ -225,6 +227,7 @@ class Job:
     def _judge(self, pair: ConfigPair, search: Search) -> Generator[Progress, None, bool]:
         """Put one pair through all tests; True when the job is over with it, False when the next may try."""
         self.phase, measured = "deciding", search.measured
+        yield from self._await(pair)
         first = yield from self._test(pair, search)
         if first.outcome != "faster":
             self._note_tie(first, measured)
@@ -259,6 +262,18 @@ class Job:
         samples = first.samples + second.samples
         self.outcome = Outcome(pair, second.estimate, second.baseline_us, samples, measured, worst, runs)
         return True
+
+    def _await(self, pair: ConfigPair) -> Steps:
+        """Until both can be launched in this bench: another one measured them, where this job was interrupted."""
+        give_up_s = self._clock() + self._options.compile_wait_s
+        for gemm in GEMMS:
+            looks = 0
+            while self._bench.readiness(gemm, pair.of(gemm)) == "waiting" and self._clock() < give_up_s:
+                looks += 1
+                yield "worked"
+                if looks >= _LOOKS:
+                    yield from self._rest()
+            yield "worked"
 
     def _test(self, pair: ConfigPair, search: Search) -> Generator[Progress, None, PairedTest]:
         """A paired test from nothing, the two GEMMs measured in alternate slices. A GEMM that the pair leaves as it is

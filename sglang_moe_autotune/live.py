@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import logging
 import threading
 import time
 from typing import TYPE_CHECKING
 
-from sglang_moe_autotune import __version__, deaths, releases, status, store, switch
+from sglang_moe_autotune import __version__, releases, status, switch
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
     from sglang_moe_autotune.serving import Serving
 
 logger = logging.getLogger("sglang.moe_autotune")
 
 _EVERY_S = 3.0
 _DEATHS_EVERY = 20
+_SWEEP_EVERY = 1200
+_ENDED_KEPT_S = 86400.0
+_TORN_IN_A_ROW = 5
 
 
 def start(serving: Serving) -> None:
@@ -41,27 +49,58 @@ def log_start(serving: Serving) -> None:
 
 
 def _loop(serving: Serving) -> None:
-    told, turns = False, 0
+    teller, turns = Teller(), 0
     while True:
-        try:
-            if serving.mark is not None:
-                serving.mark.keep()
-            if turns % _DEATHS_EVERY == 0:
-                look_for_deaths(serving)
-            turns += 1
-            follow(serving)
-            if serving.root is not None:
-                status.write(serving.root, describe(serving))
-            if serving.metrics is not None:
-                serving.metrics.update(serving)
-        except RuntimeError:
-            pass  # a dict that the serving thread changed while it was read here: the next turn succeeds
-        except Exception:
-            # What people see must not end with the first fault; nothing that serves depends on this thread.
-            if not told:
-                logger.exception("MoE autotune could not say how it is; it goes on and tries again.")
-            told = True
+        teller.turn(functools.partial(_turn, serving, turns))
+        turns += 1
         time.sleep(_EVERY_S)
+
+
+class Teller:
+    """Makes turns that may fail: what people see must not end with a fault, and a fault must be seen, once."""
+
+    def __init__(self) -> None:
+        self._told, self._torn = False, 0
+
+    def turn(self, turn: Callable[[], None]) -> None:
+        """Make one. A dict that the serving thread changes while it is read here is a RuntimeError, and the next turn
+        succeeds; several of them in a row are something else."""
+        try:
+            turn()
+        except Exception as error:
+            self._torn += 1
+            if not self._told and not (isinstance(error, RuntimeError) and self._torn < _TORN_IN_A_ROW):
+                logger.exception("MoE autotune could not say how it is; it goes on and tries again.")
+                self._told = True
+        else:
+            self._torn = 0
+
+
+def _turn(serving: Serving, number: int) -> None:
+    if number % _DEATHS_EVERY == 0:
+        look_for_deaths(serving)
+    follow(serving)
+    if serving.root is not None and serving.settings.mode != "read-only":  # whose folder may be an image's
+        if number % _SWEEP_EVERY == 0:
+            sweep(serving.root)
+        status.write(serving.root, describe(serving))
+    if serving.metrics is not None:
+        serving.metrics.update(serving)
+
+
+def sweep(root: Path) -> None:
+    """Remove the live files of processes that ended more than a day ago. Never raises OSError.
+
+    SGLang ends its schedulers by SIGKILL, so no process removes its own, and each command of the shell reads all.
+    """
+    with contextlib.suppress(OSError):
+        old_s = time.time() - _ENDED_KEPT_S
+        for server in status.read(root).servers:
+            if server.presence == "gone" and server.live.unix_s < old_s:
+                server.path.unlink(missing_ok=True)
+        for path in (root / status.FOLDER).glob(".*.tmp"):
+            if path.stat(follow_symlinks=False).st_mtime < old_s:
+                path.unlink(missing_ok=True)
 
 
 def follow(serving: Serving) -> None:
@@ -75,8 +114,8 @@ def follow(serving: Serving) -> None:
 
 def look_for_deaths(serving: Serving) -> None:
     """Other processes on this environment may have died since the start, and deaths may have been forgotten."""
-    if serving.mark is not None and serving.device is not None:
-        serving.died = deaths.sentence(deaths.read(serving.root, store.file_name(serving.device.environment)))
+    if serving.mark is not None:
+        serving.died = serving.look_for_deaths()
 
 
 def _needed(serving: Serving, slugs: list[str]) -> dict[str, float]:

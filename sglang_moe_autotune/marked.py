@@ -14,14 +14,12 @@ if TYPE_CHECKING:
 
 _T = TypeVar("_T")
 
-_FIRST_STEPS = 8
-"""of a comparison: the hundreds of runs after them repeat what has run, and an end there is no fault of a launch"""
-
 
 class Marking(Protocol):
-    """Where the mark is made; see ``deaths.Mark``."""
+    """Where the mark is made; see ``journal.Journal``."""
 
-    def begin(self, what: str) -> None: ...
+    def step(self, what: str) -> bool: ...
+    def pause(self) -> None: ...
     def end(self) -> None: ...
     def fault(self) -> None: ...
 
@@ -53,29 +51,33 @@ class MarkedProvider:
 
 
 class MarkedBench:
-    """See ``bench.Bench``. Marked are the set-up, the first measurement of each candidate, the first steps of each
-    comparison, and adopting."""
+    """See ``bench.Bench``. Marked are the set-up, adopting, and every fault; the bench itself marks its candidates.
+
+    What cannot be marked yet is not done yet.
+    """
 
     def __init__(self, bench: Bench, mark: Marking, where: str) -> None:
         self._bench, self._mark, self._where = bench, mark, where
-        self._ran: set[tuple[Gemm, KernelConfig]] = set()
-        self._compared: dict[tuple[ConfigPair, int], int] = {}
 
-    def _first(self, what: str, step: Callable[[], _T]) -> _T:
-        self._mark.begin(f"{self._where} {what}")
+    def _fenced(self, step: Callable[[], _T]) -> _T:
         try:
-            result = step()
+            return step()
         except Declined:
             self._mark.end()
             raise
         except BaseException:
             self._mark.fault()
             raise
-        self._mark.end()
-        return result
 
     def prepare(self) -> bool:
-        return self._first("set-up", self._bench.prepare)
+        if not self._mark.step(f"{self._where} set-up"):
+            return False
+        done = self._fenced(self._bench.prepare)
+        if done:
+            self._mark.end()
+        else:
+            self._mark.pause()
+        return done
 
     def readiness(self, gemm: Gemm, config: KernelConfig) -> Readiness:
         return self._bench.readiness(gemm, config)
@@ -84,24 +86,21 @@ class MarkedBench:
         return self._bench.reason(gemm, config)
 
     def measure(self, gemm: Gemm, config: KernelConfig, count: int) -> list[Sample]:
-        if (gemm, config) in self._ran:
-            return self._bench.measure(gemm, config, count)
-        samples = self._first(f"{gemm} {config}", lambda: self._bench.measure(gemm, config, count))
-        self._ran.add((gemm, config))
-        return samples
+        return self._fenced(lambda: self._bench.measure(gemm, config, count))
 
     def compare(self, pair: ConfigPair, case: int) -> Comparison | None:
-        steps = self._compared[pair, case] = self._compared.get((pair, case), 0) + 1
-        if steps > _FIRST_STEPS:
-            return self._bench.compare(pair, case)
-        return self._first(f"{pair} in case {case}", lambda: self._bench.compare(pair, case))
+        return self._fenced(lambda: self._bench.compare(pair, case))
 
     @property
     def compare_cases(self) -> int:
         return self._bench.compare_cases
 
     def adopt(self, pair: ConfigPair) -> Readiness:
-        return self._first(f"{pair} adopted", lambda: self._bench.adopt(pair))
+        if not self._mark.step(f"{self._where} {pair} adopted"):
+            return "waiting"
+        state = self._fenced(lambda: self._bench.adopt(pair))
+        self._mark.end()
+        return state
 
     @property
     def launch_us(self) -> float:

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from sglang_moe_autotune.doctor import Check
     from sglang_moe_autotune.explain import Step
     from sglang_moe_autotune.figures import PageFigures
+    from sglang_moe_autotune.held import Held
     from sglang_moe_autotune.matrix import Matrix, Release
-    from sglang_moe_autotune.quarantine import Held
     from sglang_moe_autotune.records import Environment
     from sglang_moe_autotune.remote import RemoteStatus
     from sglang_moe_autotune.shapes import ConfigPair, MoeShape

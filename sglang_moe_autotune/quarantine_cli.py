@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING
 
 import click
 
-from sglang_moe_autotune import objects, quarantine, shell
-from sglang_moe_autotune.quarantine import FOLDER, Held
+from sglang_moe_autotune import held as held_files
+from sglang_moe_autotune import objects, shell
+from sglang_moe_autotune.held import FOLDER, Held
 from sglang_moe_autotune.selection import NothingFound, Unusable
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ def quarantine_command(text: str, folder: Path | None, *, clear: bool, yes: bool
     servers that run keep them until their next start.
     """
     place = shell.root(folder) / FOLDER
-    found = quarantine.read(place)
+    found = held_files.read(place)
     for path in found.unread:
         click.echo(f"{path} cannot be read, and holds nothing: remove it", err=True)
     held = [one for one in found.held if text.casefold() in f"{one.candidate} {one.candidate.environment}".casefold()]
@@ -54,6 +55,6 @@ def _clear(place: Path, held: list[Held], *, yes: bool, as_json: bool) -> None:
         click.confirm("Let servers try this again?", abort=True, err=True)
     for one in held:
         try:
-            quarantine.clear(place, one.candidate)
+            held_files.clear(place, one.candidate)
         except OSError as error:
             raise Unusable(f"{place} cannot be written to ({error.strerror}): check its permissions") from error

@@ -7,28 +7,27 @@ import os
 import time
 from typing import TYPE_CHECKING, Any
 
-from sglang_moe_autotune import absence, deaths, live, metrics, releases, startup, switch
+from sglang_moe_autotune import attachment, deaths, live, releases, startup, switch
 from sglang_moe_autotune.agenda import Agenda
 from sglang_moe_autotune.budget import Budget
 from sglang_moe_autotune.council import Place
 from sglang_moe_autotune.device import make_tuner, open_device
-from sglang_moe_autotune.doorbell import Doorbell
 from sglang_moe_autotune.doubts import Doubts
 from sglang_moe_autotune.harvest import Harvest
 from sglang_moe_autotune.heat import Heat
 from sglang_moe_autotune.idle_time import IdleTime
 from sglang_moe_autotune.intake import Intake
+from sglang_moe_autotune.journal import Journal
 from sglang_moe_autotune.layers import find_layers
 from sglang_moe_autotune.listener import CompileCount
 from sglang_moe_autotune.marked import MarkedProvider
 from sglang_moe_autotune.overlay import Overlay
 from sglang_moe_autotune.passes import REST_S, RESTFUL, Passes
-from sglang_moe_autotune.peers import Peers
-from sglang_moe_autotune.post import server_name
 from sglang_moe_autotune.recapture import Recapture
 from sglang_moe_autotune.settings import Settings, cache_root
-from sglang_moe_autotune.store import Store, file_name, relatives
+from sglang_moe_autotune.store import Store, relatives
 from sglang_moe_autotune.switch import Switch
+from sglang_moe_autotune.trials import environment_key
 from sglang_moe_autotune.votes import Votes
 
 if TYPE_CHECKING:
@@ -36,8 +35,10 @@ if TYPE_CHECKING:
 
     from sglang_moe_autotune.bench import BenchmarkProvider
     from sglang_moe_autotune.device import Device
+    from sglang_moe_autotune.doorbell import Doorbell
     from sglang_moe_autotune.lookup import Call
     from sglang_moe_autotune.metrics import Metrics
+    from sglang_moe_autotune.peers import Peers
     from sglang_moe_autotune.records import Record, ShapeNote
     from sglang_moe_autotune.status import State
     from sglang_moe_autotune.tuner import Step, Tuner
@@ -75,7 +76,7 @@ class Serving:
         self.since_unix_s = time.time()
         self.passes = Passes(settings.slice_us)
         self.watch = self.passes.watch
-        self.mark: deaths.Mark | None = None
+        self.mark: Journal | None = None
         self.died = ""
         """why nothing is tuned after deaths; from any thread"""
         self.slices = 0
@@ -85,7 +86,8 @@ class Serving:
         self.votes = Votes()
         self.agenda = Agenda()
         self.peers: Peers | None = None
-        self._never = ""
+        self.never = ""
+        """why nothing is ever tuned in this process"""
         self._deterministic = self._attached = self._startup_done = False
         self._faults = 0
         self._idled = False
@@ -93,7 +95,7 @@ class Serving:
         self.intake = Intake(self.overlay, self.heat, self.recapture, settings.max_m, self._submit_note)
         self.doubts = Doubts(self.overlay, self.recapture, lambda: self.intake.captured)
         self.steps = self.doubts.steps
-        self._doorbell: Doorbell | None = None
+        self.doorbell: Doorbell | None = None
         self._rest_until_s = 0.0
         self._last_request_s = time.monotonic()
         self._served = False
@@ -118,7 +120,7 @@ class Serving:
             if self.steps.ran(found, now := time.monotonic(), batch):
                 self.doubts.block(batch, now)
             if found[0] == "prefill" and found[1] >= _LONG_PREFILL and self._scratch_bytes() > _SMALL_SCRATCH_BYTES:
-                self._let_go()  # it may need the memory, and takes far longer than giving it back
+                self.let_go()  # it may need the memory, and takes far longer than giving it back
         else:
             self.steps.pause()
 
@@ -128,7 +130,7 @@ class Serving:
         self.steps.pause()
         if releases.disturbs(requests):
             self.votes.cancel(self.peers.graphs if self.peers is not None else None)
-            self._let_go()
+            self.let_go()
         elif self.peers is not None:
             self.peers.requests(requests)
 
@@ -152,7 +154,7 @@ class Serving:
             try:
                 if self.peers is not None:
                     self.peers.stop(reason)
-                self._let_go()
+                self.let_go()
             except Exception:
                 logger.exception("MoE autotune could not give everything back when it stopped.")
             self.tuner, self.steps.on = None, False
@@ -161,8 +163,8 @@ class Serving:
         """After the weights of a model (or of its draft model) are there, before any graph is captured."""
         if releases.deterministic():
             self.overlays, self._deterministic = False, True
-            self._never = "deterministic inference is on, so SGLang's fixed configs stand"
-            logger.info("MoE autotune stands aside: %s.", self._never)
+            self.never = "deterministic inference is on, so SGLang's fixed configs stand"
+            logger.info("MoE autotune stands aside: %s.", self.never)
             return
         fresh = list(find_layers(model_runner.model, model_runner.dtype, releases.padding()))
         self.overlay.layers.add(fresh)
@@ -187,10 +189,11 @@ class Serving:
         if self._served:
             self._served, self._last_request_s = False, now
         if not self._attached:
-            self._attach(scheduler)
-        if self.recapture.idle(scheduler, now - self._last_request_s, self._let_go, overlays=self.overlays):
+            self._attached = True
+            attachment.attach(self, scheduler)
+        if self.recapture.idle(scheduler, now - self._last_request_s, self.let_go, overlays=self.overlays):
             return True
-        if self._never or self.tuner is None:
+        if self.never or self.tuner is None:
             return False
         if reason := self.switch.why or self.died or self.watch.why_paused(now) or releases.why_not_now(scheduler):
             self._stand_aside(reason)  # the first one of the table in docs/limits.md that holds
@@ -203,7 +206,7 @@ class Serving:
             self.passes.requested()
             return False
         self._idled = deep
-        if self._doorbell is not None and self._doorbell.rung():
+        if self.doorbell is not None and self.doorbell.rung():
             return False
         return self._turn(self.tuner, now, deep=deep)
 
@@ -257,7 +260,7 @@ class Serving:
     def _scratch_bytes(self) -> int:
         return getattr(self.device.provider, "scratch_bytes", 0) if self.device is not None else 0
 
-    def _let_go(self) -> None:
+    def let_go(self) -> None:
         """Close the bench that is open, if any: its memory and its hold on weights end here."""
         if self.tuner is not None:
             self.tuner.abandon()
@@ -270,7 +273,7 @@ class Serving:
         self.device = self.overlay.begin(device)
         self.switch.of_file = switch.read(self.root)
         self.switched()
-        self.died = deaths.sentence(deaths.read(self.root, file_name(device.environment)))
+        self.died = self.look_for_deaths()
         if self.died:
             self.state, self.reason = "off", f"read-only: {self.died}"
             logger.warning("MoE autotune starts read-only: %s.", self.died)
@@ -279,10 +282,18 @@ class Serving:
         kept = self.store, self.root, self.settings.mode, self.lookup, self.recapture
         self.harvest = Harvest(*kept, bit_equal=self.settings.bit_equal)
         if not self.read_only:
-            self.mark = deaths.Mark.open(self.root, file_name(device.environment), server_name(0))
+            held = getattr(device.provider, "quarantine", None)  # a recording launches nothing
+            self.mark = held.journal if held is not None else Journal()
             self.passes.marked = MarkedProvider(device.provider, self.mark)
             self.tuner = self.new_tuner(self.passes.marked, self.agenda)
         live.start(self)
+
+    def look_for_deaths(self) -> str:
+        """Why nothing may be tuned after deaths on this environment; from any thread but the serving one."""
+        if self.device is None:
+            return ""
+        key, read_only = environment_key(self.device.environment), self.settings.mode == "read-only"
+        return deaths.sentence(deaths.read(self.root, key, read_only=read_only))
 
     def new_tuner(self, provider: BenchmarkProvider, agenda: Agenda | None = None) -> Tuner:
         """A tuner that knows what is stored and serves what it learns. agenda: a fresh one."""
@@ -304,33 +315,6 @@ class Serving:
     def read_only(self) -> bool:
         return self.settings.mode == "read-only" or (bool(self.died) and self.tuner is None)
 
-    def _attach(self, scheduler: Any) -> None:
-        self._attached = True
-        self.place = Place(*releases.place(scheduler), releases.setting(scheduler.server_args, "port") or 0)
-        self._never = self._never or releases.why_never(scheduler.server_args)
-        if self._never:
-            self.state, self.reason = "off", self._never
-            logger.info("MoE autotune tunes nothing in this server: %s.", self._never)
-        else:
-            self._join()
-        self._doorbell = Doorbell(scheduler)
-        self.intake.captured = releases.captured_sizes(scheduler)
-        self.recapture.attach(scheduler, self._doorbell, wanted=self.store is not None)
-        self.metrics = metrics.of(scheduler)
-        self.passes.lengths_s = self.metrics.slices_s if self.metrics is not None else None
-
-    def _join(self) -> None:
-        """Take part in what the processes of this server and of this folder share."""
-        if self.store is None or self.harvest is None:
-            return
-        if self.tuner is not None and self.passes.marked is not None:
-            ours = self.settings, self.store, self.passes.marked, self.overlay, self.tuner, self.agenda, self.votes
-            self.peers = self.harvest.peers = Peers(self.place, *ours, self.recapture.adopted)
-            self.doubts.join(*ours[1:3], self.tuner, self._let_go, self.place.ranks == 1, self.settings.slice_us)
-            self.steps.on = self.settings.mode != "restart"
-        elif self.died and self.place.ranks > 1:
-            absence.tell(self.store, self.place, self.reason)
-
     def _learned(self, record: Record) -> None:
         """The tuner's sink."""
         assert self.harvest is not None  # noqa: S101 - for the type checker
@@ -344,7 +328,7 @@ class Serving:
 
     def _stand_aside(self, reason: str) -> None:
         if self.reason != reason:
-            self._let_go()
+            self.let_go()
         if self.peers is not None:
             self.peers.stand_aside(reason)
         self._idled = False

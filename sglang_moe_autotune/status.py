@@ -264,12 +264,6 @@ def write(root: Path, live: LiveStatus) -> bool:
     return True
 
 
-def remove(root: Path, owner: Owner) -> None:
-    """Take the process's own file away, at an orderly end. Never raises."""
-    with contextlib.suppress(OSError, ValueError):
-        (root / FOLDER / file_name(owner)).unlink(missing_ok=True)
-
-
 def presence(owner: Owner, age_s: float, reader: Owner) -> Presence:
     """Whether the writer of a file that is ``age_s`` old still runs, as ``reader`` can tell."""
     fresh = abs(age_s) <= SILENT_S
@@ -286,7 +280,7 @@ def presence(owner: Owner, age_s: float, reader: Owner) -> Presence:
 def read(root: Path, now_unix_s: float | None = None) -> Servers:
     """Every live file below ``root``; a missing folder is no servers. Raises OSError if it cannot be listed.
 
-    Files of dead processes are kept: they are read as ``gone``.
+    Files of dead processes stay for a day (see ``live``): they are read as ``gone``.
     """
     now = time.time() if now_unix_s is None else now_unix_s
     reader = this_process()
@@ -302,7 +296,7 @@ def read(root: Path, now_unix_s: float | None = None) -> Servers:
             with path.open("rb") as file:
                 text = file.read(_MAX_BYTES + 1)
         except FileNotFoundError:
-            continue  # its process ended in an orderly way between the listing and the reading
+            continue  # it was swept away between the listing and the reading
         except OSError as error:
             unread.append(Unread(path, error.strerror or str(error)))
             continue

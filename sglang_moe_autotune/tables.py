@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from sglang_moe_autotune.changes import Change
     from sglang_moe_autotune.doctor import Check
     from sglang_moe_autotune.explain import Step
+    from sglang_moe_autotune.held import Held
     from sglang_moe_autotune.matrix import Matrix, Release
-    from sglang_moe_autotune.quarantine import Held
     from sglang_moe_autotune.records import Record
     from sglang_moe_autotune.remote import RemoteStatus
     from sglang_moe_autotune.shapes import ConfigPair

@@ -29,11 +29,11 @@ LAYERS: dict[str, Layer] = {
     ),
     **dict.fromkeys(("store", "record_file", "spares", "lock_file", "whole_file", "settings", "status"), "disk"),
     **dict.fromkeys(("leases", "post", "board", "council", "ranks", "absence"), "disk"),
-    **dict.fromkeys(("switch", "deaths"), "disk"),
+    **dict.fromkeys(("switch", "deaths", "held", "inquest", "journal", "page"), "disk"),
     **dict.fromkeys(
         (
             "benchmark", "compiler", "compile_child", "launch", "layers", "releases", "correctness", "plugin",
-            "timing", "scratch", "shape_notes", "listener", "live", "serving", "overlay", "device",
+            "timing", "scratch", "shape_notes", "listener", "live", "serving", "attachment", "overlay", "device",
             "metrics", "server_info", "controls", "doorbell", "startup", "offline", "machine", "stand_in", "warm",
             "kernels", "launches", "graphs", "graph_state", "recapture", "peers",
             "passes", "harvest", "intake", "doubts", "rehearsal",

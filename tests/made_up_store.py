@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import shutil
+import time
 from typing import TYPE_CHECKING
 
-from sglang_moe_autotune import status
-from sglang_moe_autotune.quarantine import Quarantine
+from sglang_moe_autotune import held, status
 from sglang_moe_autotune.records import Environment, Evidence, Record, ShapeNote
 from sglang_moe_autotune.shapes import ConfigPair, KernelConfig, MoeShape
 from sglang_moe_autotune.store import Store, file_name
@@ -66,7 +66,7 @@ def hold(root: Path) -> None:
     """Put a candidate into the quarantine of the store."""
     key = file_name(H200).removesuffix(".json")
     reason = "its first launch took 1,023 times as long as SGLang's own"
-    Quarantine(root, key).hold(MANY, 256, "down", WINNER.down, reason)
+    held.keep(root / held.FOLDER, held.Held(held.Candidate(key, MANY, "down", WINNER.down), reason, 256, time.time()))
 
 
 def rewrite(path: Path, document: object) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from sglang_moe_autotune import quarantine
+from sglang_moe_autotune import held, journal, status
 from sglang_moe_autotune.bench import COMPARE_CASES, COMPARE_RUNS, Share
 
 if TYPE_CHECKING:
@@ -467,16 +467,21 @@ def slow(root: str) -> dict[str, object]:
         gpu.now_ms += 200.0
 
     gpu.deeds[128] = crawl
-    found: dict[str, object] = {"before": bench.readiness("up", config)}
+    while (state := bench.readiness("up", config)) == "waiting":
+        pass
+    found: dict[str, object] = {"before": state}
     gpu.launches.clear()
     found["measured"] = [bench.measure("up", config, 8) for _ in range(5)]
     found["launches"] = [tile for tile, *_ in gpu.launches].count(128)
     found["after"] = [bench.readiness("up", config), bench.reason("up", config)]
     bench.close()
+    assert bed.provider.quarantine.journal.settled(20)
     again = builtins.open_bench(4, root=root).bench  # type: ignore[attr-defined]
     while not again.prepare():
         pass
-    found["restarted"] = [again.readiness("up", config), again.reason("up", config), again.readiness("down", config)]
+    while (state := again.readiness("down", config)) == "waiting":
+        pass
+    found["restarted"] = [again.readiness("up", config), again.reason("up", config), state]
     again.close()
     return found
 
@@ -496,6 +501,64 @@ def test_c18_a_candidate_that_takes_a_thousand_times_as_long_is_launched_once_an
     assert told["restarted"][2] == "ready", "the other GEMM's binary is another one"
 
 
+def held_up(root: str) -> dict[str, object]:
+    """A bench whose journal's disk does not answer, and then does."""
+    import builtins
+    import threading
+
+    from sglang_moe_autotune import held
+
+    answers, put, append = threading.Event(), held.put, held.append
+    held.put = lambda *args, **named: (answers.wait(60), put(*args, **named))[1]
+    held.append = lambda *args: (answers.wait(60), append(*args))[1]
+    bed = builtins.open_bench(4, root=root)  # type: ignore[attr-defined]
+    bench, gpu, fast = bed.bench, bed.gpu, bed.pair(64)
+    while not bench.prepare():
+        pass
+    gpu.launches.clear()
+
+    def turn() -> list[object]:
+        ready = [bench.readiness(gemm, fast.of(gemm)) for gemm in ("up", "down")]
+        return [ready, bench.measure("up", fast.up, 4), bench.measure("down", fast.down, 4)]
+
+    def launched() -> int:
+        return [tile for tile, *_ in gpu.launches].count(64)
+
+    try:
+        found: dict[str, object] = {"before": [turn() for _ in range(20)], "launched": launched()}
+        answers.set()
+        while bench.readiness("up", fast.up) == "waiting" or bench.readiness("down", fast.down) == "waiting":
+            pass
+        for gemm in ("up", "down"):
+            samples = []
+            while not samples:
+                samples = bench.measure(gemm, fast.of(gemm), 4)
+        assert bed.provider.quarantine.journal.settled(20)
+        answers.clear()
+        gpu.launches.clear()
+        found["compared"] = [bench.compare(fast, 0) for _ in range(200)]
+        found["launched_then"] = launched()
+        answers.set()
+        while (comparison := bench.compare(fast, 0)) is None:
+            pass
+    finally:
+        held.put, held.append = put, append
+    bench.close()
+    return found | {"ok": comparison.ok}
+
+
+def test_no_candidate_is_launched_before_its_line_is_written_and_nothing_waits_for_that(
+    scheduler: SchedulerProcess, tmp_path: Path
+) -> None:
+    scheduler.run(prepare)
+    told = scheduler.run(held_up, str(tmp_path))
+    assert told["before"] == [[["waiting", "waiting"], [], []]] * 20
+    assert told["launched"] == 0
+    assert told["compared"] == [None] * 200
+    assert told["launched_then"] == 0
+    assert told["ok"]
+
+
 def dies(root: str, tile: int, phase: str, how: str) -> None:
     """Never returns: the candidate of that tile takes the process along, or does not end."""
     import builtins
@@ -508,7 +571,8 @@ def dies(root: str, tile: int, phase: str, how: str) -> None:
     while not bench.prepare():
         pass
     for gemm in ("up", "down"):
-        bench.readiness(gemm, pair.up)
+        while bench.readiness(gemm, pair.up) == "waiting":
+            time.sleep(0.001)
         if phase == "comparing":
             bench.measure(gemm, pair.up, 4)
     bed.gpu.deeds[tile] = lambda c: os.kill(os.getpid(), signal.SIGKILL) if how == "killed" else time.sleep(1e6)
@@ -516,7 +580,8 @@ def dies(root: str, tile: int, phase: str, how: str) -> None:
         bench.compare(pair, 0)
         while True:
             bench.compare(pair, 0)
-    bench.measure("up", pair.up, 4)
+    while True:
+        bench.measure("up", pair.up, 4)
 
 
 def restarted(root: str, tiles: list[int]) -> list[object]:
@@ -525,7 +590,11 @@ def restarted(root: str, tiles: list[int]) -> list[object]:
     bed = builtins.open_bench(4, root=root)  # type: ignore[attr-defined]
     while not bed.bench.prepare():
         pass
-    found = [[bed.bench.readiness("up", bed.pair(t).up), bed.bench.reason("up", bed.pair(t).up)] for t in tiles]
+    found = []
+    for config in (bed.pair(tile).up for tile in tiles):
+        while (state := bed.bench.readiness("up", config)) == "waiting":
+            pass
+        found.append([state, bed.bench.reason("up", config)])
     bed.bench.close()
     return found
 
@@ -551,13 +620,13 @@ def test_c17_c18_a_candidate_that_kills_or_never_ends_is_left_out_by_the_next_st
         ended = threading.Thread(target=pytest.raises, args=arguments)
         ended.start()
         deadline = time.monotonic() + 60
-        before, journal = None, only_journal(tmp_path)
-        while journal.open is None or journal != before:  # a launch that ends has said so at the next look
+        before, told = None, only_journal(tmp_path)
+        while not told.open or told != before:  # a launch that ends has said so at the next look
             assert time.monotonic() < deadline
-            time.sleep(0.5)
-            before, journal = journal, only_journal(tmp_path)
-        assert journal.owner is not None
-        os.kill(journal.owner.pid, signal.SIGKILL)
+            time.sleep(1.0)
+            before, told = told, only_journal(tmp_path)
+        assert told.writer is not None
+        os.kill(told.writer.owner.pid, signal.SIGKILL)
         ended.join(timeout=30)
         assert not ended.is_alive()
     scheduler.run(prepare)
@@ -566,12 +635,15 @@ def test_c17_c18_a_candidate_that_kills_or_never_ends_is_left_out_by_the_next_st
         assert culprit == "failed"
         assert "in quarantine: a process ended in the middle" in reason
         assert other == "ready"
-    assert not list((tmp_path / quarantine.FOLDER).glob("*.journal")), "the journal of the dead is cleared away"
+    for path in (tmp_path / held.FOLDER).glob("*.journal"):
+        writer = journal.parse(path.read_bytes()).writer
+        assert writer is not None
+        assert status.start_time(writer.owner.pid) is not None, "the journal of the dead is cleared away"
 
 
-def only_journal(root: Path) -> quarantine.Journal:
-    journals = list((root / quarantine.FOLDER).glob("*.journal"))
-    return quarantine.parse(journals[0].read_bytes()) if journals else quarantine.Journal(None, None)
+def only_journal(root: Path) -> journal.Told:
+    journals = list((root / held.FOLDER).glob("*.journal"))
+    return journal.parse(journals[0].read_bytes()) if journals else journal.Told(None, ())
 
 
 def rehearsed() -> dict[str, object]:

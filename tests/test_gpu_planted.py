@@ -48,7 +48,9 @@ def store(root: Path, winner: KernelConfig, *, slow_is_held: bool = True) -> Non
     assert log.flush(10.0)
     if slow_is_held:
         words = "its first launch took 1,023 times as long as SGLang's own"
-        Quarantine(root, KEY).hold(made_up_store.MANY, 256, "up", SLOW, words)
+        quarantine = Quarantine(root, KEY)
+        quarantine.hold(made_up_store.MANY, 256, "up", SLOW, words)
+        assert quarantine.journal.settled(10.0)
 
 
 def failed(run: gpu_acceptance.Run) -> list[str]:
@@ -92,7 +94,9 @@ class Server:
         if self.number > self.deaths:
             return {}
         culprit = KernelConfig(16, 64, 64, 16, 4, self.number + 1)
-        Quarantine(self.root, KEY).hold(made_up_store.MANY, 16, "up", culprit, "a process ended in its first launch")
+        quarantine = Quarantine(self.root, KEY)
+        quarantine.hold(made_up_store.MANY, 16, "up", culprit, "a process ended in its first launch")
+        assert quarantine.journal.settled(10.0)
         raise ConnectionResetError
 
 

@@ -54,13 +54,6 @@ def test_no_folder_is_no_servers(tmp_path: Path) -> None:
     assert status.read(tmp_path) == ((), ())
 
 
-def test_a_removed_file_is_no_server(tmp_path: Path) -> None:
-    assert status.write(tmp_path, live())
-    status.remove(tmp_path, status.this_process())
-    status.remove(tmp_path, status.this_process())
-    assert status.read(tmp_path, NOW) == ((), ())
-
-
 @pytest.mark.parametrize(
     ("change", "age_s", "expected"),
     [
