@@ -91,7 +91,7 @@ def show_learning(store: Path, seconds: float) -> None:
 
 def shell(store: Path, *arguments: str) -> int:
     """Run a command of the shell on the demo's store, shown as a user would type it."""
-    command = [sys.executable, "-m", "sglang_moe_autotune.cli", *arguments, "--dir", str(store)]
+    command = [sys.executable, "-m", "sglang_moe_autotune", *arguments, "--dir", str(store)]
     print(f"\n$ sglang-moe-autotune {' '.join(arguments)}", flush=True)
     return subprocess.run(command, check=False).returncode
 

@@ -40,7 +40,7 @@ LAYERS: dict[str, Layer] = {
         ),
         "edge",
     ),
-    **dict.fromkeys(("simulate", "cli", "doctor", "tables", "objects", "selection"), "people"),
+    **dict.fromkeys(("__main__", "simulate", "cli", "doctor", "tables", "objects", "selection"), "people"),
     **dict.fromkeys(("crew", "account", "offline_cli", "quarantine_cli"), "people"),
     **dict.fromkeys(
         ("changes", "figures", "imports"),
