@@ -48,7 +48,10 @@ LAYERS: dict[str, Layer] = {
     ),
     **dict.fromkeys(("export", "remote", "trials", "quarantine"), "disk"),
     **dict.fromkeys(
-        ("shell", "config_folder", "explain", "edit", "editing", "importing", "plot", "report", "watch", "switching"),
+        (
+            "shell", "config_folder", "explain", "edit", "editing", "importing", "exporting", "plot", "report",
+            "watch", "switching",
+        ),
         "people",
     ),
 }  # fmt: skip
