@@ -267,7 +267,7 @@ def releases(checked: Matrix, here: Release | None) -> Iterator[RenderableType]:
     as_checked = known is not None and known.kernel == here.kernel
     told = "" if known is None else ", as it was checked" if as_checked else ", NOT as it was checked"
     kernel = here.kernel[:8] or "unknown"
-    yield Text(f"In this Python: {here.version}, {matrix.WORDS[here.state]}; kernel {kernel}{told}")
+    yield Text(f"In this Python: {here.version}, {matrix.words(here)}; kernel {kernel}{told}")
     for part, reasons in here.lacks.items():
         yield Text(f"  {part}: {'; '.join(reasons)}")
 
