@@ -34,9 +34,7 @@ def merge_command(sources: tuple[Path, ...], folder: Path | None, *, dry: bool, 
     Of two records for one shape and M the better evidence stays, never the younger file; the order of merges does
     not matter. Unlike `import`, this trusts: rows of the same environment are served as if they were learned here.
     """
-    root = shell.root(folder)
-    if folder is not None and not folder.absolute().parent.is_dir():
-        raise click.UsageError(f"there is no folder {folder.absolute().parent} to make {folder.name} in: check --dir")
+    root = shell.new_root(folder)
     read = [(path, store.read(path)) for source in sources for path in _files_of(source)]
     edits = []
     for path, theirs in read:

@@ -253,7 +253,7 @@ def tune(
     """
     if ray and gpus:
         raise click.UsageError("--ray uses the GPUs of the cluster: leave --gpus out")
-    root, settings = shell.root(folder), shell.settings(folder, quiet=True)
+    root, settings = shell.new_root(folder), shell.settings(folder, quiet=True)
     items = tune_items(_opened(root, environment), shapes, fields, ms, settings.max_m)
     if not items:
         raise NothingFound("no shape is stored yet: name one, or let a server run with the plugin")

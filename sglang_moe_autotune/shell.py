@@ -141,6 +141,14 @@ def root(folder: Path | None, *, quiet: bool = False) -> Path:
     return found
 
 
+def new_root(folder: Path | None) -> Path:
+    """The folder of a store that may have to be made. Wrong usage where more than its last part is missing, as after a
+    slip of the pen in ``--dir``."""
+    if folder is not None and not folder.absolute().parent.is_dir():
+        raise click.UsageError(f"there is no folder {folder.absolute().parent} to make {folder.name} in: check --dir")
+    return root(folder)
+
+
 def console() -> Console:
     """Standard output for tables; brackets in a name are printed, not obeyed. In a pipe no line is broken."""
     from rich.console import Console  # noqa: PLC0415 - see the module's docstring
