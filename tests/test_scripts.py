@@ -71,8 +71,8 @@ def test_an_environment_for_something_else_is_not_taken_for_finished(mark: str, 
 @pytest.mark.parametrize(
     ("environ", "folder"),
     [
-        pytest.param({"XDG_CACHE_HOME": "/x", "HOME": "/h"}, "/x/sglang-moe-autotune-environments", id="xdg"),
-        pytest.param({"XDG_CACHE_HOME": "", "HOME": "/h"}, "/h/.cache/sglang-moe-autotune-environments", id="home"),
+        pytest.param({"XDG_CACHE_HOME": "/x", "HOME": "/h"}, "/x/sglang-moe-autotune-dev", id="xdg"),
+        pytest.param({"XDG_CACHE_HOME": "", "HOME": "/h"}, "/h/.cache/sglang-moe-autotune-dev", id="home"),
         pytest.param({"XDG_CACHE_HOME": "", "HOME": "/"}, f"{ROOT}/.venv-cache", id="home-is-the-root"),
         pytest.param({"XDG_CACHE_HOME": "", "HOME": ""}, f"{ROOT}/.venv-cache", id="no-home"),
     ],
