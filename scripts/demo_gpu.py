@@ -131,6 +131,8 @@ def main() -> int:
         shell(store, "show", "E256-N256"),
         shell(store, "export", str(out / "export")),
     ]
+    again = f"{sys.executable} -m sglang_moe_autotune list --dir {store}"
+    print(f"\nLook again: PYTHONPATH={os.environ['PYTHONPATH']} {again}", flush=True)
     return max(codes)
 
 
