@@ -6,6 +6,9 @@ asked for a shape without a config file, its idle loop runs, and the tuner learn
 replaced: latencies come from a recording of an H200, with noise, in place of kernel launches. Then the rows
 are exported, and a fresh process with a stock SGLang reads the files back.
 
+SGLang ships no config file for the shape of the default recording. For a recording whose shape has one, the file
+is hidden, and a line says so.
+
     demo_cpu.py [--out DIR] [--landscape FILE] [--noise PERCENT] [--seed N] [--json]
 """
 
@@ -20,7 +23,9 @@ import subprocess
 import sys
 import tempfile
 import time
+from importlib.metadata import version
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
@@ -28,6 +33,7 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parent.parent
 LOOKUP = "sglang.srt.layers.moe.moe_runner.triton_utils.fused_moe_triton_config"
+LANDSCAPE = ROOT / "sglang_moe_autotune" / "landscapes" / "h200_e256_n256_k3072_top8_bf16.json.gz"
 MAX_PASSES = 2_000_000
 """A tuner that still has work after so many idle passes is taken for stuck."""
 IDLE_AT_END = 200
@@ -65,6 +71,9 @@ class IdleScheduler:
         self._engine_paused = False
         self.offload_tags: set[str] = set()
         self.profile_in_progress = False
+        # Where the plugin looks for captured graphs: it finds pools that it does not know, and leaves graphs alone.
+        runner = SimpleNamespace(req_to_token_pool=None, token_to_kv_pool=None)
+        self.tp_worker = SimpleNamespace(model_runner=runner)
         self.maybe_sleep_on_idle = Scheduler.maybe_sleep_on_idle.__get__(self)
 
 
@@ -209,15 +218,35 @@ def logged(log: Path, target: Callable[..., None], pipe: Any, *arguments: Any) -
     target(pipe, *arguments)
 
 
-def environ_of(out: Path) -> dict[str, str]:
-    """Folders of the run's own; the config folder is empty, so that every shape is a true miss."""
-    (out / "empty" / "configs").mkdir(parents=True, exist_ok=True)
-    return {
+def shipped_file(landscape: Any) -> Path | None:
+    """The config file that the SGLang installed here would use for the landscape's shape, for any of its M."""
+    from sglang_moe_autotune import config_folder, doctor
+
+    folder, triton = config_folder.where({}), doctor.version_of("triton")
+    if folder is None or triton is None:
+        sys.exit("SGLang and Triton are not in this Python: start scripts/demo, which installs them")
+    answers = (config_folder.answer(folder, triton, landscape.shape, landscape.device_name, m) for m in landscape.ms)
+    return next((answer.path for answer in answers if answer is not None), None)
+
+
+def environ_of(out: Path, *, hidden: bool) -> dict[str, str]:
+    """Folders of the run's own. hidden: SGLang's config files are, by an empty folder in their place."""
+    out.mkdir(parents=True, exist_ok=True)
+    environ = {
         "SGLANG_MOE_AUTOTUNE_DIR": str(out / "store"),
-        "SGLANG_MOE_CONFIG_DIR": str(out / "empty"),
         "SGLANG_CACHE_DIR": str(out / "cache"),
         "SGLANG_MOE_AUTOTUNE_DEEP_IDLE_S": "0",  # no user is kept waiting here: long launches may run at once
     }
+    if hidden:
+        (out / "empty" / "configs").mkdir(parents=True, exist_ok=True)
+        environ["SGLANG_MOE_CONFIG_DIR"] = str(out / "empty")
+    return environ
+
+
+def shell_command() -> str:
+    """The shell of this package as it can be typed here: its full path where that is known."""
+    script = Path(sys.executable).parent / "sglang-moe-autotune"
+    return str(script) if script.exists() else f"{sys.executable} -m sglang_moe_autotune"
 
 
 def table_of(outcome: Outcome, title: str) -> Any:
@@ -236,7 +265,7 @@ def table_of(outcome: Outcome, title: str) -> Any:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="folder of the run (default: a fresh one)")
-    parser.add_argument("--landscape", type=Path, help="a recorded device (default: the shipped H200)")
+    parser.add_argument("--landscape", type=Path, help=f"a recorded device (default: {LANDSCAPE.name})")
     parser.add_argument("--noise", type=float, default=2.0, metavar="PERCENT")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", action="store_true", help="one object on stdout in place of the table")
@@ -247,7 +276,7 @@ def main() -> int:
 
     from sglang_moe_autotune import landscape as recording
 
-    path = options.landscape or recording.shipped()[0]
+    path = options.landscape or LANDSCAPE
     landscape = recording.load(path)
     shape = landscape.shape
     out = (options.out or Path(tempfile.mkdtemp(prefix="moe-autotune-demo-"))).absolute()
@@ -256,14 +285,25 @@ def main() -> int:
     console = Console(stderr=options.json)
     console.print("SGLang's own code on the CPU, with the shipped plugin in it; launches are")
     console.print(f"replayed from a recording of one {landscape.device_name}, with {options.noise:g} % noise.")
-    console.print(f"{shape.slug} has no config file: a true miss.")
+    os.environ.pop("SGLANG_MOE_CONFIG_DIR", None)  # the caller's files are no part of the show
+    file = shipped_file(landscape)
+    if file is None:
+        console.print(f"SGLang {version('sglang')} ships no config file for {shape.slug}: a true miss.")
+    else:
+        console.print(
+            f"SGLang {version('sglang')} ships {file.parent.name}/{file.name} for this shape: it is hidden here,"
+            " so the gains below are over SGLang's heuristic, not over that file.",
+            markup=False,  # a name can have brackets
+            highlight=False,
+        )
+    environ = environ_of(out, hidden=file is not None)
     console.print("Importing SGLang ...")
     outcome: Outcome | None = None
     columns = (TextColumn("learning"), BarColumn(), MofNCompleteColumn(), TextColumn("token counts"))
     with Progress(*columns, TimeElapsedColumn(), console=console) as progress:
         task = progress.add_task("learning", total=len(landscape.ms))
         arguments = (str(path), options.noise, options.seed)
-        for message in spawn(out / "scheduler.log", as_scheduler, arguments, environ=environ_of(out)):
+        for message in spawn(out / "scheduler.log", as_scheduler, arguments, environ=environ):
             if message[0] == "progress":
                 progress.update(task, completed=message[1], total=message[2])
             else:
@@ -289,7 +329,7 @@ def main() -> int:
         console.print("A stock SGLang reads OTHER configs from it: this is a bug, please report it.")
         return 1
     console.print("A fresh process with a stock SGLang read the same configs back from it.")
-    look = f"sglang-moe-autotune list --dir {out / 'store'}"
+    look = f"{shell_command()} list --dir {out / 'store'}"
     console.print(f"Look at what was kept: {look}", soft_wrap=True, highlight=False)
     return 0
 
@@ -300,7 +340,7 @@ def export_and_read_back(export: Path, landscape: Any, outcome: Outcome, console
     shell = [
         sys.executable,
         "-m",
-        "sglang_moe_autotune.cli",
+        "sglang_moe_autotune",
         "export",
         "--replayed",
         str(export),
@@ -318,7 +358,7 @@ def export_and_read_back(export: Path, landscape: Any, outcome: Outcome, console
         "per_channel_quant": shape.per_channel_quant,
     }  # fmt: skip
     ms = [row.M for row in outcome.rows if row.learned]
-    stock = {**environ_of(out), "SGLANG_MOE_CONFIG_DIR": str(export)}
+    stock = {"SGLANG_MOE_CONFIG_DIR": str(export)}
     (message,) = spawn(out / "stock.log", read_back, landscape.device_name, arguments, ms, environ=stock)
     _, found, plugged = message
     return bool(found == outcome.served and not plugged)

@@ -91,7 +91,7 @@ def show_learning(store: Path, seconds: float) -> None:
 
 def shell(store: Path, *arguments: str) -> int:
     """Run a command of the shell on the demo's store, shown as a user would type it."""
-    command = [sys.executable, "-m", "sglang_moe_autotune.cli", *arguments, "--dir", str(store)]
+    command = [sys.executable, "-m", "sglang_moe_autotune", *arguments, "--dir", str(store)]
     print(f"\n$ sglang-moe-autotune {' '.join(arguments)}", flush=True)
     return subprocess.run(command, check=False).returncode
 
@@ -131,6 +131,8 @@ def main() -> int:
         shell(store, "show", "E256-N256"),
         shell(store, "export", str(out / "export")),
     ]
+    again = f"{sys.executable} -m sglang_moe_autotune list --dir {store}"
+    print(f"\nLook again: PYTHONPATH={os.environ['PYTHONPATH']} {again}", flush=True)
     return max(codes)
 
 

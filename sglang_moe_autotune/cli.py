@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,7 +13,7 @@ from sglang_moe_autotune import (
     doctor,
     editing,
     explaining,
-    export,
+    exporting,
     figures,
     importing,
     matrix,
@@ -65,6 +64,7 @@ def list_command(folder: Path | None, environment: str | None, *, as_json: bool)
     faster    a pair was measured faster than SGLang's answer, and is served
     baseline  the search has ended, and SGLang's own answer stays
     untuned   served, but no search has ended there yet
+    replayed  of a recording, as in the demo: never served where a GPU is
     best      the largest gain in the time of up + down, where faster
     mean      the geometric mean of those gains
     """
@@ -84,60 +84,10 @@ def list_command(folder: Path | None, environment: str | None, *, as_json: bool)
         raise NothingFound("no shape is stored yet: let a server run with the plugin")
 
 
-@main.command(
-    "export",
-    short_help="Write config files that stock SGLang reads.",
-    epilog=shell.example("export ./moe-configs", "export --merge-into ./moe-configs"),
-)
-@click.argument("target", metavar="[DIR]", required=False, type=click.Path(path_type=Path, file_okay=False))
-@click.option(
-    "--merge-into",
-    metavar="DIR",
-    type=click.Path(path_type=Path, file_okay=False),
-    help="A folder with files of others, such as SGLang's own: they stay, and what collides is said.",
-)
-@click.option("--replayed", is_flag=True, help="Also rows that were learned on a recording, as in the demo.")
-@shell.options("dir", "environment", "json")
-def export_command(
-    target: Path | None,
-    merge_into: Path | None,
-    folder: Path | None,
-    environment: str | None,
-    *,
-    replayed: bool,
-    as_json: bool,
-) -> None:
-    """Write what was learned as config files that stock SGLang reads, below DIR.
-
-    SGLang takes DIR in place of its own folder, so the configs that it ships are not read then. The evidence of each
-    row lies beside them, in sglang-moe-autotune-evidence.json.
-    """
-    place = target or merge_into
-    if place is None or (target is not None and merge_into is not None):
-        raise click.UsageError("name one folder: DIR, or --merge-into DIR to keep files of others in it")
-    if merge_into is not None and place.name == "configs" and any(place.glob("triton_*")):
-        place = place.parent  # SGLang's variable names the folder above, people often the one that holds the files
-    file = selection.only(selection.opened(shell.root(folder), environment), "the store holds")
-    done = export.export(file.contents, place, keep_foreign=merge_into is not None, replayed=replayed)
-    for note in done.notes:
-        click.echo(note, err=True)
-    if as_json:
-        written = {"files": [str(path) for path in done.paths], "notes": list(done.notes)}
-        shell.emit({**written, "set": {"SGLANG_MOE_CONFIG_DIR": str(place.absolute())}})
-    else:
-        for path in done.paths:
-            click.echo(path)
-        if done.paths:
-            click.echo("With this set SGLang reads them, and none of the configs that it ships:", err=True)
-            click.echo(f"export SGLANG_MOE_CONFIG_DIR={shlex.quote(str(place.absolute()))}")
-    if not done.paths:
-        why = "see above" if done.notes else "see `list`"
-        raise NothingFound(f"nothing that was learned for {file.title} can be exported: {why}")
-
-
 for _command in (
     explaining.show_command,
     explaining.explain_command,
+    exporting.export_command,
     importing.import_command,
     editing.merge_command,
     editing.pin_command,

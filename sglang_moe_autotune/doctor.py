@@ -192,6 +192,18 @@ def check_gpu(program: str | None, timeout_s: float = 10.0) -> Check:
     return Check("gpu", "ok", "; ".join(kinds))
 
 
+def gpu_names(program: str | None, timeout_s: float = 10.0) -> set[str]:
+    """The names of this machine's GPUs as ``program`` (nvidia-smi) has them; none where it gives no answer."""
+    if program is None:
+        return set()
+    query = [program, "--query-gpu=name", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(query, capture_output=True, text=True, timeout=timeout_s, check=True)  # noqa: S603
+    except (OSError, subprocess.SubprocessError):
+        return set()
+    return {line.strip() for line in done.stdout.splitlines() if line.strip()}
+
+
 def check_cache(root: Path | None) -> list[Check]:
     """What is learned can be kept below ``root``, and its lock excludes others. Leaves nothing behind."""
     cure = "set SGLANG_MOE_AUTOTUNE_DIR to a folder that the server may write"

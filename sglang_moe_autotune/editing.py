@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from sglang_moe_autotune import edit, records, selection, shell, store
+from sglang_moe_autotune import edit, records, selection, shell, store, validity
 from sglang_moe_autotune.fitting import limit_of, unfit
 from sglang_moe_autotune.selection import NothingFound
 from sglang_moe_autotune.shapes import ConfigPair, KernelConfig
@@ -35,7 +35,7 @@ def merge_command(sources: tuple[Path, ...], folder: Path | None, *, dry: bool, 
     Of two records for one shape and M the better evidence stays, never the younger file; the order of merges does
     not matter. Unlike `import`, this trusts: rows of the same environment are served as if they were learned here.
     """
-    root = shell.root(folder)
+    root = shell.new_root(folder)
     read = [(path, store.read(path)) for source in sources for path in _files_of(source)]
     edits = []
     for path, theirs in read:
@@ -63,7 +63,7 @@ def _files_of(source: Path) -> list[Path]:
 
 @click.command(
     "pin",
-    short_help="Serve a pair by your own word, until it is forgotten.",
+    short_help="Serve a pair that you chose yourself, until it is forgotten.",
     epilog=shell.example('pin E128 64 --up "$(cat up.json)"'),
 )
 @shell.shape_argument()
@@ -83,7 +83,8 @@ def pin_command(
 ) -> None:
     """Serve this pair of configs for SHAPE at M tokens, whatever was measured, from the next start of a server on.
 
-    Both GEMMs share one BLOCK_SIZE_M. What could not run on that GPU is refused. `forget` takes the pin away.
+    Both GEMMs share one BLOCK_SIZE_M. What could not run on that GPU is refused. A measured row is replaced: `forget`
+    takes the pin away and does not bring that row back, a server or `tune` measures it anew.
     """
     file, shapes = selection.find(selection.opened(shell.root(folder), environment), shape)
     owner = selection.single(shapes)
@@ -94,7 +95,17 @@ def pin_command(
         raise click.UsageError(f"both GEMMs share one BLOCK_SIZE_M, and these have {sizes}")
     if (reason := unfit(pair, owner, limit_of(file.contents.environment))) is not None:
         raise click.UsageError(f"this pair cannot run there: {reason}")
-    done = edit.apply(file.path, lambda contents: records.pin(contents, owner, m, pair, time.time()))
+    now = time.time()
+    pinned = records.pin(file.contents, owner, m, pair, now).records[owner, m]
+    if (reason := validity.problem(pinned)) is not None:
+        raise click.UsageError(f"this pair cannot be pinned: {reason}")
+    done = edit.apply(file.path, lambda contents: records.pin(contents, owner, m, pair, now))
+    before = next((change.before for change in done.changed if (change.shape, change.M) == (owner, m)), None)
+    if before is not None and before.source == "learned":
+        was = "SGLang's own answer stays" if before.verdict == "baseline" else f"{before.evidence.gain:.1%} faster"
+        what = f"replaces a measured row ({was.replace('%', ' %')})"
+        click.echo(f"{what}: `forget` does not bring it back, a server or `tune` measures it anew", err=True)
+        done = done._replace(notes=(*done.notes, what))
     edit.show([done], as_json=as_json, dry=False)
 
 
@@ -148,8 +159,10 @@ def forget_command(
 def _loss(owner: MoeShape, lost: Iterable[Record]) -> str:
     lost = list(lost)
     pinned = sum(r.source == "pinned" for r in lost)
-    gains = [r.evidence.gain for r in lost if r.verdict == "faster"]
-    cost = sum(r.evidence.gpu_s for r in lost)
+    real = [r for r in lost if r.source != "replayed"]
+    gains = [r.evidence.gain for r in real if r.verdict == "faster"]
+    cost = sum(r.evidence.gpu_s for r in real)
     best = f", gains up to {100 * max(gains):.1f} %" if gains else ""
     pins = f", {pinned} pinned" if pinned else ""
+    pins += f", {len(lost) - len(real)} replayed" if len(real) < len(lost) else ""
     return f"{owner.slug} loses:\n  {edit.rows_of(len(lost))}, {cost:.1f} GPU seconds of measuring{best}{pins}"

@@ -35,7 +35,7 @@ def show_command(shape: str, folder: Path | None, environment: str | None, *, as
     paired samples; the gain stands above its interval, both in percent. Rows that are not served stand below, with the
     reason, and configs in quarantine.
     """
-    file, shapes = selection.find(selection.opened(shell.root(folder), environment), shape)
+    file, shapes = selection.find(selection.opened(shell.root(folder), environment), shape, changes=False)
     about, contents = file.contents.environment, file.contents
     rows = [(s, summary.rows(s, contents.records, contents.notes.get(s))) for s in shapes]
     manner = _manner(folder, about)
@@ -76,7 +76,7 @@ def explain_command(shape: str, m: int, folder: Path | None, environment: str | 
     in this Python, or of SGLANG_MOE_CONFIG_DIR; where there are none, what a server noted of them is used. Nothing of
     SGLang is imported.
     """
-    file, shapes = selection.find(selection.opened(shell.root(folder), environment), shape)
+    file, shapes = selection.find(selection.opened(shell.root(folder), environment), shape, changes=False)
     owner = selection.single(shapes)
     about = file.contents.environment
     manner, files = _manner(folder, about), _files(about, owner, m)

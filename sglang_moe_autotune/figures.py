@@ -30,6 +30,7 @@ class ShapeFigures(NamedTuple):
     configs: tuple[tuple[ConfigPair, tuple[int, ...]], ...]
     """distinct learned pairs with the M that each serves, the busiest first"""
     gpu_s: float
+    """without that of replayed ones, which no GPU has spent"""
     candidates: int
     """trials measured, over all M"""
     tried: tuple[tuple[int, tuple[Tried, ...]], ...] = ()
@@ -52,7 +53,8 @@ def gather(title: str, contents: Contents, trials: Trials | None = None) -> Page
     """Everything that a report shows of one file; ``trials``: what ``trials.read`` found beside it."""
     found = summary.summarise(contents.records, contents.notes)
     shapes = tuple(_shape(one, contents, (trials or {}).get(one.shape, {})) for one in found)
-    dated = sorted((r.unix_s, r.evidence.gpu_s) for one in shapes for r in one.measured if r.unix_s > 0)
+    real = (r for one in shapes for r in one.measured if r.source != "replayed")
+    dated = sorted((r.unix_s, r.evidence.gpu_s) for r in real if r.unix_s > 0)
     history, spent_s = [], 0.0
     for number, (unix_s, gpu_s) in enumerate(dated, 1):
         spent_s += gpu_s
@@ -74,7 +76,7 @@ def _shape(one: summary.ShapeSummary, contents: Contents, trials: Mapping[int, S
         measured,
         tuple(r for r in mine if r.source in summary.GIVEN),
         tuple((pair, tuple(chosen[pair])) for pair, _ in count.most_common()),
-        sum(r.evidence.gpu_s for r in measured),
+        sum(r.evidence.gpu_s for r in measured if r.source != "replayed"),
         sum(r.evidence.measured for r in measured),
         tuple((m, tuple(rows)) for m, rows in sorted(trials.items()) if rows),
         _sliced([m for m, rows in trials.items() if rows], contents.notes.get(one.shape), measured),

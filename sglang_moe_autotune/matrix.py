@@ -60,12 +60,22 @@ def encode(matrix: Matrix) -> bytes:
     return msgspec.json.format(msgspec.json.encode(matrix), indent=1) + b"\n"
 
 
-WORDS = {
-    "fits": "fits",
-    "less": "fits, does less",
-    "aside": "stands aside",
-    "unsupported": "not supported",
+_WORDS = {"fits": "fits", "aside": "stands aside", "unsupported": "not supported"}
+_LOSSES: dict[Part, str] = {
+    "graphs": "look at captured graphs",
+    "recapture": "re-capture in service",
+    "server info": "part in /server_info",
+    "ranks": "ranks",
+    "vote": "vote of ranks",
 }
+"""what a release goes without where a part is missing that is not needed"""
+
+
+def words(release: Release) -> str:
+    """How a release stands, and what it goes without."""
+    if release.state != "less":
+        return _WORDS[release.state]
+    return f"fits, no {', no '.join(_LOSSES.get(part, part) for part in release.lacks)}"
 
 
 def rows(matrix: Matrix) -> list[tuple[str, str, str, str, str, str]]:
@@ -75,7 +85,7 @@ def rows(matrix: Matrix) -> list[tuple[str, str, str, str, str, str]]:
             release.version,
             release.torch,
             release.kernel[:8],
-            WORDS[release.state],
+            words(release),
             _shown(release),
             ", ".join(way for ways in release.ways.values() for way in ways),
         )

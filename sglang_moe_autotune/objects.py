@@ -61,7 +61,7 @@ def summary(value: ShapeSummary) -> Json:
     return {
         "shape": shape(value.shape),
         "origin": value.origin,
-        "M": {"faster": value.faster, "baseline": value.baseline, "untuned": value.untuned, "given": value.given},
+        "M": {name: getattr(value, name) for name in ("faster", "baseline", "untuned", "given", "replayed")},
         "best_gain": value.best_gain,
         "mean_gain": value.mean_gain,
     }
@@ -133,7 +133,10 @@ def report(value: PageFigures) -> Json:
     shapes = [
         {
             **summary(one.summary),
-            "rows": [{"M": r.M, "verdict": r.verdict, **msgspec.to_builtins(r.evidence)} for r in one.measured],
+            "rows": [
+                {"M": r.M, "verdict": r.verdict, "source": r.source, **msgspec.to_builtins(r.evidence)}
+                for r in one.measured
+            ],
             "configs": [{"pair": pair(chosen), "M": ms} for chosen, ms in one.configs],
             "gpu_s": one.gpu_s,
         }

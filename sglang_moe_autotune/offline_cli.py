@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -79,6 +80,19 @@ def _named(name: str, known: Iterable[MoeShape]) -> Sequence[MoeShape]:
         if (shape := shape_of_slug(name)) is None:
             raise
         return (shape,)
+
+
+_GPU = re.compile(r"[0-9]+|(GPU|MIG)-[0-9A-Za-z/-]+")
+"""as CUDA_VISIBLE_DEVICES takes it"""
+
+
+def _gpus(ctx: click.Context, param: click.Parameter, text: str | None) -> str | None:
+    """all, or names of GPUs; wrong usage otherwise, also where nothing is run."""
+    names = [] if text is None or text == "all" else text.replace(" ", "").split(",")
+    for name in names:
+        if not _GPU.fullmatch(name):
+            raise click.BadParameter(f"{name!r} is no GPU: write all, or numbers or UUIDs as in 0,1.", ctx, param)
+    return text
 
 
 def _of_fields(text: str) -> MoeShape:
@@ -212,7 +226,9 @@ _DRY = click.option("--dry-run", is_flag=True, help="Only say which shapes and M
     help="A shape that is not stored: E, N, K, top_k, and dtype, block, per_channel, activation where needed.",
 )  # fmt: skip
 @click.option("--m", "ms", metavar="M,M,...", callback=_ms, help="Token counts, in place of those that were served.")
-@click.option("--gpus", metavar="all|LIST", help="GPUs of this machine, one process each. [default: one GPU]")
+@click.option(
+    "--gpus", metavar="all|LIST", callback=_gpus, help="GPUs of this machine, one process each. [default: one GPU]"
+)
 @click.option("--ray", is_flag=True, help="All GPUs of the Ray cluster instead.")
 @click.option("--budget-s", type=shell.Number(min=0, min_open=True), help="Seconds on each GPU, start-up not counted.")
 @_DRY
@@ -238,7 +254,7 @@ def tune(
     """
     if ray and gpus:
         raise click.UsageError("--ray uses the GPUs of the cluster: leave --gpus out")
-    root, settings = shell.root(folder), shell.settings(folder, quiet=True)
+    root, settings = shell.new_root(folder), shell.settings(folder, quiet=True)
     items = tune_items(_opened(root, environment), shapes, fields, ms, settings.max_m)
     if not items:
         raise NothingFound("no shape is stored yet: name one, or let a server run with the plugin")

@@ -42,8 +42,10 @@ def quarantine_command(text: str, folder: Path | None, *, clear: bool, yes: bool
         from sglang_moe_autotune import tables  # noqa: PLC0415 - rich, which --json does without
 
         shell.show(*tables.quarantine(held))
-    if not held:
-        raise NothingFound(f"nothing in quarantine is called {text!r}" if text else "nothing is in quarantine")
+    if text and not held:
+        raise NothingFound(f"nothing in quarantine is called {text!r}")
+    if not held and not as_json:
+        click.echo("Nothing is in quarantine: no config took a server down or held it up.")
 
 
 def _clear(place: Path, held: list[Held], *, yes: bool, as_json: bool) -> None:

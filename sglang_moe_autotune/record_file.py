@@ -194,5 +194,5 @@ def unreadable(path: Path, found: Unreadable) -> StoreError:
     """A file that a command may not touch; the reason of a newer one names the cure."""
     if found.state == "newer":
         return StoreError(f"{path} is newer: {found.reason}")
-    what = "is no file of a store, or a broken one, and stays as it is"
-    return StoreError(f"{path} {what}: {found.reason}; name another")
+    what = "is no file of a store, or a broken one, and is left as it is"
+    return StoreError(f"{path} {what}: {found.reason}")

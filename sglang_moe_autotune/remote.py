@@ -39,12 +39,17 @@ class _ServerInfo(msgspec.Struct):
     internal_states: Any = ()
 
 
-def ask(url: str, timeout_s: float = 10.0) -> RemoteStatus:
-    """Ask the server at ``url``, such as http://127.0.0.1:30000. Raises ServerError with the cure."""
+def address(url: str) -> str:
+    """The address that ``url`` means, whether a server is there or not. Raises ServerError."""
     parts = urlsplit(url if "://" in url else f"http://{url}")
     if parts.scheme not in {"http", "https"} or not parts.netloc:
         raise ServerError(f"a server's address is http://HOST:PORT, not {url!r}")
-    base = f"{parts.scheme}://{parts.netloc}{parts.path.rstrip('/')}"
+    return f"{parts.scheme}://{parts.netloc}{parts.path.rstrip('/')}"
+
+
+def ask(url: str, timeout_s: float = 10.0) -> RemoteStatus:
+    """Ask the server at ``url``, such as http://127.0.0.1:30000. Raises ServerError with the cure."""
+    base = address(url)
     for path in _PATHS:
         if (text := _get(base + path, timeout_s)) is not None:
             return _decode(base, text)

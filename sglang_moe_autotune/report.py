@@ -84,6 +84,12 @@ def page(pages: Sequence[PageFigures], now_unix_s: float | None = None) -> str:
 def _environment(one: PageFigures) -> Iterator[str]:
     yield f"<h2>{escape(one.title)}</h2><p>kernel source {escape(one.kernel_hash)}</p>"
     gains = [s.summary for s in one.shapes]
+    replayed = sum(len(s.replayed) for s in gains)
+    if replayed:
+        yield (
+            f"<p>{replayed} of the rows are replayed: found on a recording of such a GPU, measured on none here, never "
+            "served where a GPU is. They stand in no count below.</p>"
+        )
     best = max((s.best_gain for s in gains if s.best_gain is not None), default=None)
     spent_s = sum(s.gpu_s for s in one.shapes)
     yield _tiles(
@@ -92,6 +98,7 @@ def _environment(one: PageFigures) -> Iterator[str]:
         (str(sum(len(s.baseline) for s in gains)), "kept as SGLang has it"),
         ("-" if best is None else f"{100 * best:.1f} %", "best gain"),
         (f"{spent_s:.1f} s", "GPU time spent"),
+        *([(str(replayed), "replayed")] if replayed else []),
     )
     for shape in one.shapes:
         yield from _shape(shape)
@@ -106,7 +113,7 @@ def _tiles(*tiles: tuple[str, str]) -> str:
 
 
 def _shape(one: ShapeFigures) -> Iterator[str]:
-    yield f"<h3>{escape(one.shape.slug)}</h3>"
+    yield f"<h3>{escape(one.shape.slug)}{', replayed' if one.summary.replayed else ''}</h3>"
     mean = one.summary.mean_gain
     words = [f"{len(one.summary.faster)} M faster" + ("" if mean is None else f", {100 * mean:.1f} % in the mean")]
     if one.summary.baseline:
@@ -115,6 +122,8 @@ def _shape(one: ShapeFigures) -> Iterator[str]:
         words.append(f"served and not yet tuned: M = {_listed(one.summary.untuned)}")
     if one.given:
         words.append(f"pinned or imported: M = {_listed([r.M for r in one.given])}")
+    if one.summary.replayed:
+        words.append(f"replayed from a recording: M = {_listed(one.summary.replayed)}")
     words.append(f"{one.candidates} trials in {one.gpu_s:.1f} GPU s")
     yield f"<p>{escape('; '.join(words))}.</p>"
     if one.measured:
@@ -124,15 +133,17 @@ def _shape(one: ShapeFigures) -> Iterator[str]:
 
 
 def _outcome(one: ShapeFigures) -> Iterator[str]:
+    replayed = ", replayed" if one.summary.replayed else ""
+    served, serves = ("found", "found for") if replayed else ("served", "serves")
     figures = [
-        _figure("Gain by M, with its interval", _gains(one), learned="faster", kept="kept"),
-        _figure("Time of a layer's two GEMMs, us", _times(one), stock="SGLang's own", learned="served"),
+        _figure(f"Gain by M, with its interval{replayed}", _gains(one), learned="faster", kept="kept"),
+        _figure(f"Time of a layer's two GEMMs, us{replayed}", _times(one), stock="SGLang's own", learned=served),
     ]
     if one.configs:
         busiest = f", the {_SHOWN} busiest" if len(one.configs) > _SHOWN else ""
         heading = f"Distinct configs: {len(one.configs)}{busiest}"
-        figures.append(_figure(heading, _configs(one), learned="serves this M"))
-    figures.append(_figure("GPU seconds by M", _costs(one), learned="faster", kept="kept"))
+        figures.append(_figure(heading, _configs(one), learned=f"{serves} this M"))
+    figures.append(_figure(f"GPU seconds by M{replayed}", _costs(one), learned="faster", kept="kept"))
     yield f'<div class="plots">{"".join(figures)}</div>{_table(one)}'
 
 
@@ -306,6 +317,8 @@ def _row(r: Record) -> tuple[str, ...]:
     faster = r.verdict == "faster"
     interval = f"{100 * e.gain_low:.1f}..{100 * e.gain_high:.1f}" if faster else ""
     gain = f"{100 * e.gain:.1f} %" if faster else "kept"
+    if r.source == "replayed":
+        gain += ", replayed"
     times = f"{e.baseline_us:.1f}", f"{e.chosen_us:.1f}"
     return str(r.M), *times, gain, interval, str(e.samples), str(e.measured), f"{e.gpu_s:.2f}", str(r.pair)
 

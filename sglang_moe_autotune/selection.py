@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import shutil
 from typing import TYPE_CHECKING, NamedTuple
 
 import click
 
-from sglang_moe_autotune import store, summary
+from sglang_moe_autotune import doctor, store, summary
+from sglang_moe_autotune.contract import LAUNCH
+from sglang_moe_autotune.kernel_source import kernel_hash
+from sglang_moe_autotune.source import Source, UnreadError
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -50,7 +54,8 @@ def opened(root: Path, name: str | None) -> list[Opened]:
     files, unreadable = [], 0
     for entry in store.environments(root):
         for problem in entry.problems:
-            click.echo(f"{entry.path.name}: {problem}", err=True)
+            named = str(entry.path) in problem
+            click.echo(f"passed over: {problem}" if named else f"{entry.path.name}: {problem}", err=True)
         if entry.environment is None:
             unreadable += 1
         else:
@@ -81,11 +86,54 @@ def only(files: list[Opened], what: str) -> Opened:
     return files[0]
 
 
-def find(files: list[Opened], name: str) -> tuple[Opened, tuple[MoeShape, ...]]:
-    """The one file that has the shape, and the shapes of that name. Raises ShapeNotFoundError."""
+def preferred(files: list[Opened]) -> Opened:
+    """The file that a server started with this Python would use, where that can be told, else the one with the newest
+    record. With several, says on standard error which it is: for commands that only read."""
+    if len(files) == 1:
+        return files[0]
+    fitting = files
+    for field, here in (("triton", _triton_here), ("kernel_hash", _kernel_here), ("device_name", _gpus_here)):
+        if len(fitting) > 1:
+            known = here()
+            fitting = [file for file in fitting if getattr(file.contents.environment, field) in known] or fitting
+    why = "the one for what is installed here" if len(fitting) < len(files) else "the newest"
+    why += ", the newest of those" if 1 < len(fitting) < len(files) else ""
+    chosen = max(fitting, key=_age)
+    click.echo(
+        f"of {len(files)} environments this is {why}: {chosen.title} ({chosen.path.name})."
+        f" Choose another with --environment: {_listed([f for f in files if f is not chosen])}",
+        err=True,
+    )
+    return chosen
+
+
+def _triton_here() -> set[str]:
+    version = doctor.version_of("triton")
+    return set() if version is None else {version}
+
+
+def _kernel_here() -> set[str]:
+    root = doctor.sglang_root()
+    try:
+        return set() if root is None else {kernel_hash(Source(root), *LAUNCH)}
+    except UnreadError:
+        return set()
+
+
+def _gpus_here() -> set[str]:
+    return doctor.gpu_names(shutil.which("nvidia-smi"))
+
+
+def _age(file: Opened) -> tuple[float, str]:
+    return max((record.unix_s for record in file.contents.records.values()), default=0.0), file.path.name
+
+
+def find(files: list[Opened], name: str, *, changes: bool = True) -> tuple[Opened, tuple[MoeShape, ...]]:
+    """The one file that has the shape, and the shapes of that name. Where several have it: a usage error for what
+    ``changes`` one, the ``preferred`` one for what only reads. Raises ShapeNotFoundError."""
     shapes = summary.find(name, {shape for file in files for shape in file.shapes})
     holders = [file for file in files if file.shapes.intersection(shapes)]
-    holder = only(holders, f"{shapes[0].slug} is stored for")
+    holder = only(holders, f"{shapes[0].slug} is stored for") if changes else preferred(holders)
     return holder, tuple(shape for shape in shapes if shape in holder.shapes)
 
 

@@ -29,13 +29,29 @@ if TYPE_CHECKING:
 
 _PIPE_COLUMNS = 10_000
 
+_JSON, _EMITTED = f"{__name__}.json", f"{__name__}.emitted"
+"""in a call's context: an object was asked for; it was printed"""
+
 _Command = TypeVar("_Command", bound="Callable[..., None]")
 
 
 class Commands(click.Group):
-    """Turns the errors of the package into one line and an exit code."""
+    """Turns the errors of the package into one line and an exit code; with ``--json`` also into one object."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        # Asked of the words, since what is wrong may be the words of the command itself.
+        ctx.meta[_JSON] = "--json" in args
+        return super().parse_args(ctx, args)
 
     def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return self._invoke(ctx)
+        except click.ClickException as error:
+            if ctx.meta[_JSON] and not ctx.meta.get(_EMITTED, False):
+                emit({"error": error.format_message(), "exit_code": error.exit_code})
+            raise
+
+    def _invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
         except ShapeNotFoundError as error:
@@ -125,6 +141,14 @@ def root(folder: Path | None, *, quiet: bool = False) -> Path:
     return found
 
 
+def new_root(folder: Path | None) -> Path:
+    """The folder of a store that may have to be made. Wrong usage where more than its last part is missing, as after a
+    slip of the pen in ``--dir``."""
+    if folder is not None and not folder.absolute().parent.is_dir():
+        raise click.UsageError(f"there is no folder {folder.absolute().parent} to make {folder.name} in: check --dir")
+    return root(folder)
+
+
 def console() -> Console:
     """Standard output for tables; brackets in a name are printed, not obeyed. In a pipe no line is broken."""
     from rich.console import Console  # noqa: PLC0415 - see the module's docstring
@@ -135,11 +159,19 @@ def console() -> Console:
 
 def emit(value: Json) -> None:
     """Print one JSON object."""
+    if (ctx := click.get_current_context(silent=True)) is not None:
+        ctx.meta[_EMITTED] = True
     click.echo(msgspec.json.format(msgspec.json.encode(value), indent=2).decode())
 
 
 def show(*parts: Any) -> None:
-    """Print tables and lines."""
+    """Print tables and lines; in a pipe without the blanks that fill a table's last column."""
     printed = console()
-    for part in parts:
-        printed.print(part)
+    if printed.is_terminal:
+        for part in parts:
+            printed.print(part)
+        return
+    with printed.capture() as captured:
+        for part in parts:
+            printed.print(part)
+    click.echo("".join(f"{line.rstrip()}\n" for line in captured.get().splitlines()), nl=False)

@@ -37,6 +37,8 @@ class ShapeSummary(NamedTuple):
     """1 - geometric mean of chosen/baseline"""
     given: tuple[int, ...] = ()
     """pinned or imported, not measured by a search here"""
+    replayed: tuple[int, ...] = ()
+    """of a recording, whatever came out of it: no GPU here has measured them, and none is served"""
 
 
 class Row(NamedTuple):
@@ -83,7 +85,7 @@ def summarise(
     for shape, mine in by_shape.items():
         note = notes.get(shape)
         known = rows(shape, mine, note)
-        measured = [r.record for r in known if r.record and r.record.source not in GIVEN]
+        measured = [r.record for r in known if r.record and r.record.source not in {*GIVEN, "replayed"}]
         faster = [record for record in measured if record.verdict == "faster"]
         gains = [record.evidence.gain for record in faster]
         summaries.append(
@@ -96,6 +98,7 @@ def summarise(
                 max(gains, default=None),
                 mean_gain(gains),
                 tuple(r.M for r in known if r.record and r.record.source in GIVEN),
+                tuple(r.M for r in known if r.record and r.record.source == "replayed"),
             )
         )
     return tuple(sorted(summaries, key=lambda s: (s.shape.E, s.shape.N, s.shape.K, repr(s.shape))))

@@ -7,7 +7,7 @@ from pathlib import Path  # noqa: TC003 - click reads the annotations of a comma
 import click
 
 from sglang_moe_autotune import deaths, shell, switch, watch
-from sglang_moe_autotune.selection import Unusable
+from sglang_moe_autotune.selection import NothingFound, Unusable
 
 
 @click.command(
@@ -21,7 +21,8 @@ def off_command(folder: Path | None, *, as_json: bool, keep_rows: bool) -> None:
     """Stop tuning in all servers on the store, running ones within a few seconds, and serve SGLang's own configs.
 
     CUDA graphs keep the configs that they were captured with until they are captured again or the server starts
-    anew. What was learned is kept; `on` takes it up again.
+    anew. What was learned is kept; `on` takes it up again. Exits with 1 where no server runs on the store: then nothing
+    was stopped.
     """
     _turn(folder, "rows" if keep_rows else "off", as_json=as_json)
 
@@ -48,17 +49,23 @@ _SAYS: dict[switch.Level, str] = {
 
 def _turn(folder: Path | None, level: switch.Level, *, as_json: bool) -> None:
     root = shell.root(folder)
+    nobody = f"No server writes to {root}: if yours runs, name its folder with --dir or SGLANG_MOE_AUTOTUNE_DIR"
+    # A typo must not look like a switch that was thrown.
+    if not root.is_dir():
+        raise NothingFound(f"{nobody}. There is no such folder, and nothing was written.")
     try:
         path = switch.write(root, level)
         forgotten = deaths.clear(root) if level == "on" else 0
     except OSError as error:
         raise Unusable(f"{root / switch.FILE} cannot be written ({error.strerror}): write the word by hand") from error
-    servers = watch.running(root)
+    servers = watch.running(root, silent=True)
     if as_json:
         shell.emit({"switch": level, "path": str(path), "servers": len(servers), "deaths_forgotten": forgotten})
-        return
-    click.echo(_SAYS[level])
-    when = ", within a few seconds" if servers else ""
-    if forgotten:
-        click.echo(f"deaths in a first launch, forgotten: {forgotten}; a server that started read-only stays so")
-    click.echo(f"running servers on {root}: {len(servers)}{when}")
+    else:
+        click.echo(_SAYS[level] if servers else f"{level}: is set in {root} for servers that start there from now on")
+        if forgotten:
+            click.echo(f"deaths in a first launch, forgotten: {forgotten}; a server that started read-only stays so")
+        if servers:
+            click.echo(f"running servers on {root}: {len(servers)}, within a few seconds")
+    if not servers and level != "on":
+        raise NothingFound(f"{nobody}.")

@@ -205,14 +205,13 @@ def quarantine(held: Iterable[Held]) -> Iterator[RenderableType]:
 
 
 def shapes(summaries: Iterable[ShapeSummary]) -> Table:
-    """A line a shape: counts of M by outcome, best and mean gain; pinned and imported ones where there are any."""
+    """A line a shape: counts of M by outcome, best and mean gain; those that were not measured here where there are."""
     summaries = list(summaries)
-    given = any(s.given for s in summaries)
-    numbers = ("faster", "baseline", "untuned", *(["given"] if given else []), "best", "mean")
-    table = _table("shape", *numbers, right=numbers)
+    others = [name for name in ("given", "replayed") if any(getattr(s, name) for s in summaries)]
+    counted = ("faster", "baseline", "untuned", *others)
+    table = _table("shape", *counted, "best", "mean", right=(*counted, "best", "mean"))
     for s in summaries:
-        kinds = (s.faster, s.baseline, s.untuned, *([s.given] if given else []))
-        counts = (str(len(ms)) for ms in kinds)
+        counts = (str(len(getattr(s, name))) for name in counted)
         table.add_row(s.shape.slug, *counts, percent(s.best_gain), percent(s.mean_gain))
     return table
 
@@ -269,7 +268,7 @@ def releases(checked: Matrix, here: Release | None) -> Iterator[RenderableType]:
     as_checked = known is not None and known.kernel == here.kernel
     told = "" if known is None else ", as it was checked" if as_checked else ", NOT as it was checked"
     kernel = here.kernel[:8] or "unknown"
-    yield Text(f"In this Python: {here.version}, {matrix.WORDS[here.state]}; kernel {kernel}{told}")
+    yield Text(f"In this Python: {here.version}, {matrix.words(here)}; kernel {kernel}{told}")
     for part, reasons in here.lacks.items():
         yield Text(f"  {part}: {'; '.join(reasons)}")
 
@@ -307,7 +306,7 @@ def changes(name: str, changed: Sequence[Change]) -> Iterator[RenderableType]:
 def _short(record: Record | None) -> str:
     if record is None:
         return "-"
-    if record.source in GIVEN:
+    if record.source in GIVEN or record.source == "replayed":
         return record.source
     return f"{percent(record.evidence.gain)} faster" if record.verdict == "faster" else "baseline"
 

@@ -11,7 +11,7 @@ import click
 import msgspec
 
 from sglang_moe_autotune import objects, remote, shell, status, store, switch
-from sglang_moe_autotune.errors import AutotuneError
+from sglang_moe_autotune.errors import AutotuneError, ServerError
 from sglang_moe_autotune.selection import NothingFound, Unusable
 
 if TYPE_CHECKING:
@@ -27,6 +27,8 @@ class View(NamedTuple):
     remote: remote.RemoteStatus | None
     switch: switch.Level
     """of the store's file"""
+    unreached: str = ""
+    """why the server that was named gave no answer, where that is no error"""
 
     @property
     def exit_code(self) -> int:
@@ -39,30 +41,42 @@ class View(NamedTuple):
         return NothingFound.exit_code if not self.entries and alone else 0
 
 
-def look(root: Path, url: str | None) -> View:
-    """Read everything anew. Ends the command where the folder cannot be listed."""
-    answer = None if url is None else remote.ask(url)
+def look(root: Path, url: str | None, *, patient: bool = False) -> View:
+    """Read everything anew. Ends the command where the folder cannot be listed. patient: a server that gives no answer
+    is shown as not reached, otherwise ServerError is raised."""
+    answer, unreached = None, ""
+    if url is not None:
+        try:
+            answer = remote.ask(url)
+        except ServerError as error:
+            if not patient:
+                raise
+            unreached = str(error)
     try:
         found = status.read(root)
     except OSError as error:
         folder = root / status.FOLDER
         message = f"{folder} cannot be listed ({error.strerror}): choose another store with --dir"
         raise Unusable(message) from error
-    return View(root, found, store.environments(root), answer, switch.read(root))
+    return View(root, found, store.environments(root), answer, switch.read(root), unreached)
 
 
-def running(root: Path) -> list[status.LiveStatus]:
-    """What the servers that live say of themselves; none where the folder cannot be listed."""
+def running(root: Path, *, silent: bool = False) -> list[status.LiveStatus]:
+    """What the servers that live say of themselves; none where the folder cannot be listed. silent: also those whose
+    last word is old, as they may just be busy."""
     try:
         found = status.read(root)
     except OSError:
         return []
-    return [server.live for server in found.servers if server.presence in {"running", "elsewhere"}]
+    wanted = {"running", "elsewhere"} | ({"silent"} if silent else set())
+    return [server.live for server in found.servers if server.presence in wanted]
 
 
 def as_object(view: View) -> objects.Json:
     """The object of ``status --json``."""
-    seen = {} if view.remote is None else {"server_info": objects.remote(view.remote)}
+    seen: objects.Json = {} if view.remote is None else {"server_info": objects.remote(view.remote)}
+    if view.unreached:
+        seen = {"server_info": None, "not_reached": view.unreached}
     return {
         "root": str(view.root),
         "switch": view.switch,
@@ -77,6 +91,8 @@ def lines(view: View, *, everything: bool) -> list[RenderableType]:
     from sglang_moe_autotune import tables  # noqa: PLC0415 - rich, which --json does without
 
     above = [] if view.remote is None else [*tables.remote(view.remote), ""]
+    if view.unreached:
+        above += [f"not reached: {view.unreached}", ""]
     if view.switch != "on":
         above += [f"Switched to {view.switch!r} for all servers on this store: `sglang-moe-autotune on` takes it back"]
     return [*above, *tables.status(view.root, view.found, view.entries, time.time(), everything=everything)]
@@ -112,7 +128,10 @@ def status_command(folder: Path | None, *, as_json: bool, everything: bool, watc
 
 def _watch(root: Path, url: str | None, *, as_json: bool, everything: bool, every_s: float = 1.0) -> None:
     """Show the view again and again; ends with 0 on Ctrl-C."""
-    look(root, url)  # what is wrong from the start is an error, not a screen that repeats it
+    # What is wrong from the start is an error, not a screen that repeats it; a server may still be starting.
+    if url is not None:
+        remote.address(url)
+    look(root, url, patient=True)
     try:
         if as_json:
             while True:
@@ -149,6 +168,6 @@ def _watch_people(root: Path, url: str | None, every_s: float, *, everything: bo
 def _try(root: Path, url: str | None, draw: Any) -> Any:
     """``draw`` of a fresh view, or an object with the reason why there is none."""
     try:
-        return draw(look(root, url))
+        return draw(look(root, url, patient=True))
     except (AutotuneError, Unusable) as error:
         return {"error": str(error)}

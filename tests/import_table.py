@@ -40,7 +40,7 @@ LAYERS: dict[str, Layer] = {
         ),
         "edge",
     ),
-    **dict.fromkeys(("simulate", "cli", "doctor", "tables", "objects", "selection"), "people"),
+    **dict.fromkeys(("__main__", "simulate", "cli", "doctor", "tables", "objects", "selection"), "people"),
     **dict.fromkeys(("crew", "account", "offline_cli", "quarantine_cli"), "people"),
     **dict.fromkeys(
         ("changes", "figures", "imports"),
@@ -49,7 +49,8 @@ LAYERS: dict[str, Layer] = {
     **dict.fromkeys(("export", "remote", "trials", "quarantine"), "disk"),
     **dict.fromkeys(
         (
-            "shell", "config_folder", "explain", "edit", "editing", "explaining", "importing", "plot", "report",
+            "shell", "config_folder", "explain", "edit", "editing", "explaining", "importing", "exporting", "plot",
+            "report",
             "watch", "switching",
         ),
         "people",

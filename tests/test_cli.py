@@ -16,15 +16,18 @@ import click
 import msgspec
 import pytest
 from click.testing import CliRunner
-from made_up_store import FP8, H100, HEURISTIC, MANY, WINNER, fill, hold, live, rewrite
-from shell_page import BLOCKS, HEADINGS, printed
+from made_up_store import FP8, H100, H200, HEURISTIC, MANY, WINNER, fill, hold, live, rewrite
+from shell_page import BLOCKS, HEADINGS, PAGE, printed
 
-from sglang_moe_autotune import landscape, status
+from sglang_moe_autotune import doctor, landscape, selection, status
 from sglang_moe_autotune.cli import main
+from sglang_moe_autotune.contract import CONTRACT
 from sglang_moe_autotune.shapes import ConfigPair, KernelConfig
 
 if TYPE_CHECKING:
     from click.testing import Result
+
+    from sglang_moe_autotune.records import Environment
 
 LANDSCAPE, *_ = landscape.shipped()
 COMMANDS = (
@@ -74,6 +77,10 @@ def test_the_page_shows_what_is_printed(store: Path, working_folder: Path, line:
     if line.startswith("simulate"):  # the search may improve, what was recorded stays
         got, wanted = ([row.split()[: 2 if row[:5].strip().isdecimal() else 1] for row in r] for r in (got, wanted))
     assert got == wanted
+
+
+def test_the_page_counts_the_parts_of_the_contract() -> None:
+    assert f"({len(CONTRACT)} parts)" in PAGE.read_text(encoding="utf-8")
 
 
 def test_the_page_has_every_command() -> None:
@@ -150,7 +157,9 @@ def test_list_as_json_agrees_with_show(store: Path) -> None:
     assert environment["environment"]["device_name"] == "NVIDIA H200"
     for shape in environment["shapes"]:
         (shown,) = json.loads(shell(f"show {shape['shape']['slug']} --json").stdout)["shapes"]
-        by_verdict: dict[str, list[int]] = {"faster": [], "baseline": [], "untuned": [], "given": []}
+        by_verdict: dict[str, list[int]] = {
+            "faster": [], "baseline": [], "untuned": [], "given": [], "replayed": [],
+        }  # fmt: skip
         for row in shown["rows"]:
             if row["verdict"] or row["served"]:
                 by_verdict[row["verdict"] or "untuned"].append(row["M"])
@@ -215,7 +224,6 @@ def one_sentence(result: Result) -> str:
         pytest.param("list", 1, "nothing is stored", id="list"),
         pytest.param("show E128", 1, "nothing is stored", id="show"),
         pytest.param("export out", 1, "nothing is stored", id="export"),
-        pytest.param("list --json", 1, "nothing is stored", id="json"),
         pytest.param("simulate nowhere.json", 2, "does not exist", id="simulate"),
         pytest.param("lsit", 2, "No such command", id="no such command"),
         pytest.param("list --colour", 2, "No such option", id="no such option"),
@@ -227,6 +235,37 @@ def test_an_empty_machine(line: str, code: int, says: str) -> None:
     assert result.exit_code == code
     assert says in one_sentence(result)
     assert not Path("out").exists()
+
+
+@pytest.mark.parametrize(
+    ("line", "code"),
+    [
+        pytest.param("list --json", 1, id="nothing found"),
+        pytest.param("list --json --colour", 2, id="no such option"),
+        pytest.param("lsit --json", 2, id="no such command"),
+        pytest.param("show --json", 2, id="no shape"),
+        pytest.param("export --json", 2, id="no folder"),
+        pytest.param("off --json --dir nowhere", 1, id="no server"),
+        pytest.param("merge nowhere --json", 3, id="no file"),
+        pytest.param("status --json --url http://127.0.0.1:9", 3, id="no answer"),
+    ],
+)
+def test_json_is_one_object_also_where_it_goes_wrong(line: str, code: int) -> None:
+    result = shell(line)
+    assert result.exit_code == code
+    told = json.loads(result.stdout)
+    assert told["exit_code"] == code
+    assert told["error"] in result.stderr
+
+
+def test_an_object_that_was_printed_is_not_followed_by_another(autotune_folder: Path) -> None:
+    path = fill(autotune_folder)
+    document: dict[str, Any] = json.loads(path.read_text())
+    document["records"] = []
+    rewrite(path, document)
+    result = shell("export out --json")
+    assert result.exit_code == 1
+    assert json.loads(result.stdout)["files"] == []
 
 
 def test_status_of_an_empty_machine_is_an_answer_and_code_1() -> None:
@@ -304,17 +343,65 @@ def test_dir_wins_over_the_environment_variable(store: Path) -> None:
     assert "H200" in shell("list").stdout
 
 
-def test_several_environments_are_all_listed_and_one_is_chosen_to_export(store: Path) -> None:
+def test_several_environments_are_all_listed_and_one_is_chosen_to_read(store: Path) -> None:
     fill(store, H100)
     both = shell("list")
     assert "NVIDIA H100 80GB HBM3, Triton 3.6.0" in both.stdout
     assert "NVIDIA H200, Triton 3.6.0" in both.stdout
-    for line in ("show E128", "export out"):
+    for line in ("show E128", "explain E128 256", "export out"):
         result = shell(line)
-        assert result.exit_code == 2
-        assert re.search("choose with --environment: .*H100.*; .*H200", one_sentence(result))
-    assert shell("show E128 --environment h100").exit_code == 0
-    assert shell("export out --environment nvidia-h200-triton").exit_code == 0
+        assert result.exit_code == 0
+        assert re.search(r"^of 2 environments this is .*--environment: ", result.stderr, re.MULTILINE)
+        chosen = shell(f"{line} --environment h100")
+        assert chosen.exit_code == 0
+        assert "environments" not in chosen.stderr
+    change = shell("forget E128 --yes")
+    assert change.exit_code == 2
+    assert re.search("choose with --environment: .*H100.*; .*H200", one_sentence(change))
+
+
+def variants(store: Path, *environments: Environment) -> None:
+    for number, environment in enumerate(environments):
+        path = fill(store, environment)
+        document = json.loads(path.read_text())
+        for record in document["records"]:
+            record["unix_s"] += number
+        rewrite(path, document)
+
+
+@pytest.mark.parametrize(
+    ("triton", "kernel", "gpus", "expected"),
+    [
+        pytest.param("3.6.0", "old", {"NVIDIA H200"}, "for what is installed here: NVIDIA H200", id="all known"),
+        pytest.param("3.6.0", "old", {"B200"}, "installed here, the newest of those: NVIDIA H100", id="another gpu"),
+        pytest.param("3.8.0", "new", set(), "what is installed here: NVIDIA H200, Triton 3.8.0", id="upgraded"),
+        pytest.param("3.9.9", "none", set(), "the newest: NVIDIA H200, Triton 3.8.0", id="nothing fits"),
+        pytest.param(None, None, set(), "the newest: NVIDIA H200, Triton 3.8.0", id="nothing installed"),
+    ],
+)
+def test_what_is_installed_here_is_shown_else_the_newest(
+    autotune_folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    triton: str | None,
+    kernel: str | None,
+    gpus: set[str],
+    expected: str,
+) -> None:
+    old = msgspec.structs.replace(H200, kernel_hash="old")
+    new = msgspec.structs.replace(H200, triton="3.8.0", kernel_hash="new")
+    variants(autotune_folder, old, msgspec.structs.replace(H100, kernel_hash="old"), new)
+    monkeypatch.setattr(doctor, "version_of", lambda _: triton)
+    monkeypatch.setattr(selection, "_kernel_here", lambda: set() if kernel is None else {kernel})
+    monkeypatch.setattr(selection, "_gpus_here", lambda: gpus)
+    result = shell("show E128")
+    assert result.exit_code == 0
+    assert expected in result.stderr
+
+
+def test_the_kernel_that_is_installed_is_known_without_an_import() -> None:
+    from sglang_moe_autotune import releases  # noqa: PLC0415 - torch, which the shell does without
+
+    assert selection._kernel_here() == {releases.kernel_hash(releases.invoke_function())}
 
 
 def test_a_shape_of_one_environment_needs_no_choice(store: Path) -> None:
@@ -334,6 +421,75 @@ def test_a_store_without_learned_rows_exports_nothing(autotune_folder: Path) -> 
     assert result.exit_code == 1
     assert "nothing that was learned" in result.stderr
     assert list(Path().glob("out/**/*.json")) == []
+
+
+def test_an_export_refuses_the_folder_that_holds_the_files_and_one_that_is_not_there(store: Path) -> None:
+    assert shell("export out").exit_code == 0
+    refused = shell("export out/configs")
+    assert refused.exit_code == 2
+    assert f"name its parent, {Path('out').absolute()}" in one_sentence(refused)
+    assert not Path("out/configs/configs").exists()
+    typo = shell("export --merge-into nowhere/x")
+    assert typo.exit_code == 2
+    assert not Path("nowhere").exists()
+    merged = shell("export --merge-into out/configs")
+    assert merged.exit_code == 0
+    assert "none of the configs that it ships" not in merged.stderr
+    assert "and what was in the folder" in merged.stderr
+
+
+def replay(path: Path) -> None:
+    """Make the records of a file what the demo leaves."""
+    document = json.loads(path.read_text())
+    for record in document["records"]:
+        record["source"] = "replayed"
+    rewrite(path, document)
+
+
+def test_replayed_rows_are_called_so_and_never_counted(autotune_folder: Path) -> None:
+    replay(fill(autotune_folder))
+    listed = shell("list").stdout
+    assert "replayed" in listed
+    assert "%" not in listed
+    (environment,) = json.loads(shell("list --json").stdout)["environments"]
+    for shape in environment["shapes"]:
+        assert shape["M"]["faster"] == shape["M"]["baseline"] == []
+        assert shape["M"]["replayed"]
+        assert shape["best_gain"] is None
+    merged = shell(f"merge {autotune_folder} --dir other")
+    assert "replayed" in merged.stdout
+    assert "faster" not in merged.stdout
+    page = shell("report").stdout
+    assert "4 of the rows are replayed" in page
+    assert "<b>0</b><span>rows faster</span>" in page
+    assert "<b>0.0 s</b><span>GPU time spent</span>" in page
+    assert f"<h3>{MANY.slug}, replayed</h3>" in page
+    assert "30.6 %, replayed" in page
+    assert "served</i>" not in page
+    lost = shell("forget E128 --yes").stderr
+    assert "3 replayed" in lost
+    assert "gains" not in lost
+
+
+def test_an_export_of_replayed_rows_warns(autotune_folder: Path) -> None:
+    replay(fill(autotune_folder))
+    assert shell("export out").exit_code == 1
+    done = shell("export out --replayed")
+    assert done.exit_code == 0
+    assert "measured on no GPU here" in done.stderr
+
+
+def test_in_a_pipe_no_line_ends_in_blanks(store: Path) -> None:
+    for line in ("list", "show E128", "explain E128 256", "status", "quarantine", "doctor"):
+        assert [text for text in shell(line).stdout.splitlines() if text != text.rstrip()] == []
+
+
+def test_an_empty_quarantine_is_the_healthy_case(autotune_folder: Path) -> None:
+    result = shell("quarantine")
+    assert (result.exit_code, result.stderr) == (0, "")
+    assert "Nothing is in quarantine" in result.stdout
+    assert json.loads(shell("quarantine --json").stdout) == {"quarantine": [], "cleared": False}
+    assert shell("quarantine E128").exit_code == 1
 
 
 def test_an_export_never_overwrites_what_it_did_not_write(store: Path) -> None:
@@ -457,7 +613,7 @@ def test_a_reader_that_goes_away_is_no_traceback(store: Path) -> None:
 
 def test_in_a_pipe_no_line_is_broken(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("COLUMNS", raising=False)
-    command = [sys.executable, "-m", "sglang_moe_autotune.cli", "list", "--dir", str(store)]
+    command = [sys.executable, "-m", "sglang_moe_autotune", "list", "--dir", str(store)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "E256-N256-K7168-top8-fp8_w8a8-block128x128" in done.stdout
@@ -474,7 +630,7 @@ def test_the_quarantine_is_listed_by_part_of_a_name_and_cleared_after_a_question
     cleared = shell("quarantine H200 --clear --yes")
     assert cleared.exit_code == 0
     assert "1,023 times" in cleared.stderr
-    assert shell("quarantine").exit_code == 1
+    assert "Nothing is in quarantine" in shell("quarantine").stdout
     assert json.loads(shell("quarantine --json").stdout) == {"quarantine": [], "cleared": False}
 
 

@@ -230,10 +230,44 @@ def test_a_pair_that_cannot_run_is_wrong_usage(path: Path, text: str, says: str)
     assert path.read_bytes() == before
 
 
-def test_a_config_that_no_server_would_read_is_code_3(path: Path) -> None:
-    odd = json.dumps(KernelConfig(48, 64, 64, 1).to_dict())
-    assert shell(f"pin E128 64 --up '{odd}'").exit_code == 3
-    assert (MANY, 64) not in read(path).records
+@pytest.mark.parametrize(
+    "odd",
+    [
+        pytest.param({"BLOCK_SIZE_M": 48}, id="no power of two"),
+        pytest.param({"BLOCK_SIZE_M": 17}, id="odd"),
+        pytest.param({"num_waprs": 4}, id="unknown key"),
+    ],
+)
+def test_a_config_that_no_server_would_read_is_wrong_usage(path: Path, odd: dict[str, int]) -> None:
+    before = path.read_bytes()
+    result = shell(f"pin E128 64 --up '{json.dumps({**UP.to_dict(), **odd})}'")
+    assert result.exit_code == 2
+    assert next(iter(odd)) in result.stderr
+    assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("m", "says"),
+    [
+        pytest.param(256, "replaces a measured row (30.6 % faster)", id="faster"),
+        pytest.param(16, "replaces a measured row (SGLang's own answer stays)", id="baseline"),
+        pytest.param(64, "", id="nothing there"),
+    ],
+)
+def test_a_pin_says_which_measured_row_it_replaces(path: Path, m: int, says: str) -> None:
+    done = shell(f"pin E128 {m} --up '{PAIR}'")
+    assert done.exit_code == 0
+    assert done.stderr.startswith(says)
+    assert bool(done.stderr) == bool(says)
+    again = json.loads(shell(f"pin E128 {m} --up '{PAIR}' --json").stdout)
+    assert again["files"][0]["notes"] == [], "a pin was replaced, and no measured row"
+
+
+def test_a_merge_makes_no_folder_for_a_slip_of_the_pen(path: Path, tmp_path: Path) -> None:
+    done = shell(f"merge {path} --dir {tmp_path}/nonexist/x")
+    assert done.exit_code == 2
+    assert not (tmp_path / "nonexist").exists()
+    assert shell(f"merge {path} --dir {tmp_path}/baked").exit_code == 0
 
 
 # forget

@@ -133,6 +133,10 @@ def test_more_gpus_than_work_start_no_more_workers_than_work(autotune_folder: Pa
         pytest.param((SHAPE.slug, "--m", "1,zwei"), 2, "write 1,16,64", id="bad-m"),
         pytest.param((SHAPE.slug, "--budget-s", "nan"), 2, "not a number", id="bad-budget"),
         pytest.param((SHAPE.slug, "--ray", "--gpus", "all"), 2, "leave --gpus out", id="ray-and-gpus"),
+        pytest.param((SHAPE.slug, "--dry-run", "--dir", "/nonexist/x"), 2, "no folder /nonexist", id="no-such-folder"),
+        pytest.param((SHAPE.slug, "--gpus", "foo", "--dry-run"), 2, "'foo' is no GPU", id="bad-gpus"),
+        pytest.param((SHAPE.slug, "--gpus", "", "--dry-run"), 2, "is no GPU", id="no-gpus"),
+        pytest.param((SHAPE.slug, "--gpus", "0,,1", "--dry-run"), 2, "is no GPU", id="gpus-with-a-gap"),
         pytest.param((REFUSED.slug, "--m", "8,64"), 1, "M=8, 64: left out, no weights of it", id="refused"),
     ],
 )

@@ -64,18 +64,33 @@ def test_a_table_survives_its_file() -> None:
 
 
 @pytest.mark.parametrize(
-    ("release", "state"),
+    ("release", "state", "words"),
     [
-        pytest.param(Release(version="1"), "fits", id="fits"),
-        pytest.param(Release(version="1", lacks={"graphs": ("x",)}), "less", id="less"),
-        pytest.param(Release(version="1", lacks={"graphs": ("x",), "pauses": ("y",)}), "aside", id="needed"),
-        pytest.param(Release(version="1", calls=("it looks elsewhere",)), "aside", id="called"),
-        pytest.param(Release(version="1", lacks={"hooks": ("x",)}, unsupported="why"), "unsupported", id="stated"),
+        pytest.param(Release(version="1"), "fits", "fits", id="fits"),
+        pytest.param(
+            Release(version="1", lacks={"recapture": ("x",)}), "less", "fits, no re-capture in service", id="less"
+        ),
+        pytest.param(
+            Release(version="1", lacks={"graphs": ("x",), "vote": ("y",)}), "less",
+            "fits, no look at captured graphs, no vote of ranks", id="less of two",
+        ),
+        pytest.param(
+            Release(version="1", lacks={"graphs": ("x",), "pauses": ("y",)}), "aside", "stands aside", id="needed"
+        ),
+        pytest.param(Release(version="1", calls=("it looks elsewhere",)), "aside", "stands aside", id="called"),
+        pytest.param(
+            Release(version="1", lacks={"hooks": ("x",)}, unsupported="why"), "unsupported", "not supported",
+            id="stated",
+        ),
     ],
-)
-def test_the_state_of_a_release(release: Release, state: str) -> None:
+)  # fmt: skip
+def test_the_state_of_a_release(release: Release, state: str, words: str) -> None:
     assert release.state == state
-    assert matrix.rows(Matrix((release,)))[0][3] == matrix.WORDS[release.state]
+    assert matrix.rows(Matrix((release,)))[0][3] == words
+
+
+def test_every_part_that_is_not_needed_has_a_word_for_its_loss() -> None:
+    assert set(matrix._LOSSES) == set(CONTRACT) - set(NEEDED)
 
 
 # -- doctor -------------------------------------------------------------------------------------------------------

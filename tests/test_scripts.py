@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from sglang_moe_autotune.settings import Settings, cache_root
+
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -69,8 +71,8 @@ def test_an_environment_for_something_else_is_not_taken_for_finished(mark: str, 
 @pytest.mark.parametrize(
     ("environ", "folder"),
     [
-        pytest.param({"XDG_CACHE_HOME": "/x", "HOME": "/h"}, "/x/sglang-moe-autotune", id="xdg"),
-        pytest.param({"XDG_CACHE_HOME": "", "HOME": "/h"}, "/h/.cache/sglang-moe-autotune", id="home"),
+        pytest.param({"XDG_CACHE_HOME": "/x", "HOME": "/h"}, "/x/sglang-moe-autotune-dev", id="xdg"),
+        pytest.param({"XDG_CACHE_HOME": "", "HOME": "/h"}, "/h/.cache/sglang-moe-autotune-dev", id="home"),
         pytest.param({"XDG_CACHE_HOME": "", "HOME": "/"}, f"{ROOT}/.venv-cache", id="home-is-the-root"),
         pytest.param({"XDG_CACHE_HOME": "", "HOME": ""}, f"{ROOT}/.venv-cache", id="no-home"),
     ],
@@ -125,3 +127,41 @@ def test_planted_kernels_are_told_from_correct_ones_without_a_gpu(tmp_path: Path
     assert (told["honest_trials"], told["honest_refused"]) == (1, 0)
     assert "behind the end" in str(told["plants"]["no-token-mask"]["how"])
     assert "from run to run" in str(told["plants"]["keeps-old-output"]["how"])
+
+
+def test_the_environment_does_not_lie_in_the_folder_of_a_store() -> None:
+    environ = {"XDG_CACHE_HOME": "/x", "HOME": "/h"}
+    assert Path(bash("cache_folder", **environ).stdout.strip()) != cache_root(Settings(), environ)
+
+
+def test_a_long_installation_says_what_it_does(tmp_path: Path) -> None:
+    """Run with a pip that says what pip says, and installs nothing."""
+    said = [
+        "Collecting torch==2.14.1",
+        "  Downloading torch-2.14.1-cp311-cp311-manylinux_2_28_x86_64.whl.metadata (30 kB)",
+        "Downloading torch-2.14.1-cp311-cp311-manylinux_2_28_x86_64.whl (915.1 MB)",
+        "Using cached nvidia_cublas-13.1-py3-none-manylinux_2_27_x86_64.whl (1.2 GB)",
+        "Downloading idna-3.11-py3-none-any.whl (71 kB)",
+        "Installing collected packages: idna, nvidia-cublas, torch",
+    ]
+    (tmp_path / "pip.txt").write_text("\n".join(said) + "\n", encoding="utf-8")
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\ncat "{tmp_path}/pip.txt"\nexit 3\n', encoding="utf-8")
+    python.chmod(0o755)
+    done = bash(f'python={python}; SECONDS=7; code=0; pip_install_aloud x || code=$?; echo "code $code"')
+    assert done.stdout == "code 3\n", "what pip ends with is lost"
+    assert done.stderr.splitlines() == [
+        "  Downloading torch-2.14.1-cp311-cp311-manylinux_2_28_x86_64.whl (915.1 MB)",
+        "  Using cached nvidia_cublas-13.1-py3-none-manylinux_2_27_x86_64.whl (1.2 GB)",
+        "  Unpacking 3 packages after 7 s ...",
+    ]
+
+
+@pytest.mark.parametrize("where", ["cpu", "gpu"])
+def test_the_demo_explains_itself_before_anything_is_installed(where: str, tmp_path: Path) -> None:
+    environ = {"SGLANG_MOE_AUTOTUNE_DEMO": where, "SGLANG_MOE_AUTOTUNE_TEST_ENV": str(tmp_path / "venv")}
+    done = bash("./scripts/demo --out /nowhere --help", **environ)
+    assert done.returncode == 0, done.stderr
+    assert "--out DIR" in done.stdout.replace("OUT", "DIR")
+    assert done.stderr == ""
+    assert not list(tmp_path.iterdir())

@@ -89,9 +89,40 @@ def test_off_and_on_in_the_shell_and_status_says_so(autotune_folder: Path) -> No
     assert "Switched" not in shell("status").stdout
 
 
-def test_off_works_before_there_is_a_store_and_says_where_it_cannot(autotune_folder: Path) -> None:
-    assert shell("off").exit_code == 0
+def test_off_where_no_server_runs_is_set_for_the_next_one_and_says_that_nothing_was_stopped(
+    autotune_folder: Path,
+) -> None:
+    fill(autotune_folder)
+    done = shell("off")
+    assert done.exit_code == 1
+    assert f"No server writes to {autotune_folder}" in done.stderr
+    assert "nothing is tuned" not in done.stdout
     assert switch.read(autotune_folder) == "off"
+    assert json.loads(shell("off --json").stdout)["servers"] == 0
+    assert shell("on").exit_code == 0
+    assert switch.read(autotune_folder) == "on"
+
+
+@pytest.mark.parametrize("line", ["off", "on", "off --keep-rows --json"])
+def test_a_folder_that_is_not_there_is_not_made(tmp_path: Path, line: str) -> None:
+    done = shell(f"{line} --dir {tmp_path}/nonexist/x")
+    assert done.exit_code == 1
+    assert "name its folder with --dir or SGLANG_MOE_AUTOTUNE_DIR" in done.stderr
+    assert not (tmp_path / "nonexist").exists()
+
+
+def test_a_server_that_is_silent_is_switched_too(autotune_folder: Path) -> None:
+    """Its process lives, and may just be busy."""
+    fill(autotune_folder)
+    assert status.write(autotune_folder, live(unix_s=time.time() - 3600))
+    done = shell("off")
+    assert done.exit_code == 0
+    assert "running servers" in done.stdout
+
+
+def test_off_says_where_it_cannot_be_written(autotune_folder: Path) -> None:
+    fill(autotune_folder)
+    (autotune_folder / switch.FILE).touch()
     (autotune_folder / switch.FILE).unlink()
     (autotune_folder / switch.FILE).mkdir()
     failed = shell("off")

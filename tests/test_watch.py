@@ -213,11 +213,30 @@ def test_a_watch_in_a_pipe_prints_block_after_block_and_ends_well(
     assert (process.returncode, errors) == (0, "")
 
 
-def test_a_watch_of_a_server_that_is_not_there_ends_at_once(autotune_folder: Path) -> None:
-    with watch("--url", "http://127.0.0.1:1") as process:
+@pytest.mark.parametrize("option", [(), ("--json",)], ids=["people", "json"])
+def test_a_watch_outlives_a_server_that_is_not_there(autotune_folder: Path, option: tuple[str, ...]) -> None:
+    fill(autotune_folder)
+    with watch("--url", "http://127.0.0.1:1", *option) as process:
+        assert process.stdout is not None
+        seen = 0
+        for line in process.stdout:
+            if option:
+                told = json.loads(line)
+                assert "gives no answer" in told["not_reached"]
+                assert told["environments"][0]["records"] == 4
+            seen += "not reached" in line or bool(option)
+            if seen == 2:
+                break
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=20)
+    assert (process.returncode, errors) == (0, "")
+
+
+def test_a_watch_of_what_is_no_address_ends_at_once(autotune_folder: Path) -> None:
+    with watch("--url", "ftp://127.0.0.1") as process:
         _, errors = process.communicate(timeout=20)
     assert process.returncode == 3
-    assert "gives no answer" in errors
+    assert "http://HOST:PORT" in errors
 
 
 # Completion
