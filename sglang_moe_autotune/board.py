@@ -15,7 +15,6 @@ import msgspec
 
 from sglang_moe_autotune import whole_file
 from sglang_moe_autotune.epochs import Table
-from sglang_moe_autotune.hearsay import Heard, Hearsay
 from sglang_moe_autotune.post import SCHEMA, Post, usable
 from sglang_moe_autotune.status import presence, this_process
 from sglang_moe_autotune.validity import problem
@@ -34,7 +33,6 @@ class Board:
         self.folder, self.rank, self.ranks = folder, rank, ranks
         self._posts: dict[int, tuple[tuple[int, int, int], Post]] = {}
         self._table: tuple[tuple[int, int, int], Table] | None = None
-        self._heard: dict[int, tuple[tuple[int, int, int] | None, int]] = {}
         self._written: dict[str, tuple[int, int, int]] = {}
 
     def write(self, post: Post) -> None:
@@ -44,23 +42,6 @@ class Board:
     def write_table(self, table: Table) -> None:
         """Raises OSError."""
         self._write(_TABLE, table)
-
-    def write_hearsay(self, hearsay: Hearsay) -> None:
-        """Raises OSError."""
-        self._write(f"trials-{self.rank}.json", hearsay)
-
-    def hearsay(self) -> list[Heard]:
-        """What the other ranks measured that was not read yet."""
-        fresh: list[Heard] = []
-        for rank in range(self.ranks):
-            if rank != self.rank:
-                known, count = self._heard.get(rank, (None, 0))
-                found = self._read(f"trials-{rank}.json", Hearsay, known)
-                if isinstance(found, tuple):
-                    heard = found[1].heard
-                    fresh += heard[count if len(heard) >= count else 0 :]
-                    self._heard[rank] = found[0], len(heard)
-        return fresh
 
     def lost(self, *, table: bool = False) -> bool:
         """Is what this rank wrote not there any more, or another's?"""

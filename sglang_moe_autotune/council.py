@@ -14,7 +14,7 @@ from sglang_moe_autotune import accord
 from sglang_moe_autotune.accord import Finding, Proposal
 from sglang_moe_autotune.board import Board, sweep
 from sglang_moe_autotune.epochs import Table
-from sglang_moe_autotune.hearsay import Hearsay
+from sglang_moe_autotune.hearing import Hearing
 from sglang_moe_autotune.post import Post, server_name
 from sglang_moe_autotune.status import this_process
 
@@ -76,14 +76,15 @@ class Council:
         """rows of the store that this server's ranks have not measured; rank 0 proposes them one at a time"""
         self._min_gain, self._keep, self._take_back = min_gain, keep, take_back
         self._findings: dict[str, Finding] = {}
-        self._told: tuple[Heard, ...] = ()
-        self._written = 0
+        self._told: list[Heard] = []
+        """and not written yet"""
         self.hearsay: list[Heard] = []
         """what other ranks measured, fresh at each turn"""
         self._owner = this_process()
         self._folder = store_path.parent
         parent, name = store_path.with_name(f"{store_path.name}.ranks"), server_name(place.port)
         self._board = Board(parent / name, place.rank, place.ranks)
+        self._hearing = Hearing(parent / name, place.rank, place.ranks)
         self._beat, self._posted, self._posted_s, self._reread_s = 0, b"", -_BEAT_S, -_REREAD_S
         self._heard: dict[int, tuple[int, float]] = {}
         self._to_sweep: tuple[Path, str] | None = (parent, name) if place.rank == 0 else None
@@ -95,7 +96,7 @@ class Council:
 
     def tell(self, heard: Heard) -> None:
         """This rank measured these in a search."""
-        self._told = (*self._told, heard)
+        self._told.append(heard)
 
     def note(self, finding: Finding) -> None:
         """This rank measured it."""
@@ -133,11 +134,11 @@ class Council:
         self._write(present, now_s)
 
     def _exchange(self) -> None:
-        if len(self._told) > self._written:
+        if self._told:
             with contextlib.suppress(OSError):
-                self._board.write_hearsay(Hearsay(self._told))
-                self._written = len(self._told)
-        self.hearsay = self._board.hearsay()
+                self._hearing.tell(self._told)
+                self._told.clear()
+        self.hearsay = self._hearing.fresh()
 
     def _is_open(self, proposal: Proposal) -> bool:
         row = self.table.row(proposal.key)

@@ -22,9 +22,3 @@ class Heard(msgspec.Struct, frozen=True):
         """The lag of each config, as an own search would see it; what is no ratio is left out."""
         usable = ((gemm, config, ratio) for gemm, config, ratio in self.trials if 0 < ratio < math.inf)
         return lags({Trial(gemm, config): SHARE[gemm] * ratio for gemm, config, ratio in usable})
-
-
-class Hearsay(msgspec.Struct, frozen=True):
-    """All that a rank measured since its start, in the order in which it did."""
-
-    heard: tuple[Heard, ...] = ()

@@ -28,7 +28,7 @@ LAYERS: dict[str, Layer] = {
         "pure",
     ),
     **dict.fromkeys(("store", "record_file", "spares", "lock_file", "whole_file", "settings", "status"), "disk"),
-    **dict.fromkeys(("leases", "post", "board", "council", "ranks", "absence"), "disk"),
+    **dict.fromkeys(("leases", "post", "board", "hearing", "council", "ranks", "absence"), "disk"),
     **dict.fromkeys(("switch", "deaths", "held", "inquest", "journal", "page"), "disk"),
     **dict.fromkeys(
         (
