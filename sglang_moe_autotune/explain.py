@@ -5,12 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from sglang_moe_autotune.fitting import Limit, fit, limit_of
+from sglang_moe_autotune.held import deadly
 from sglang_moe_autotune.hindrance import Terms, hindrance
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from sglang_moe_autotune.config_folder import StockAnswer
+    from sglang_moe_autotune.held import Held
     from sglang_moe_autotune.records import Contents, Record, ShapeNote
     from sglang_moe_autotune.shapes import ConfigPair, MoeShape
     from sglang_moe_autotune.switch import Level
@@ -53,6 +55,8 @@ class Manner(NamedTuple):
     bit_equal: bool = False
     deterministic: bool = False
     """a running server says that deterministic inference is on"""
+    held: tuple[Held, ...] = ()
+    """in quarantine, of the environment"""
 
     @property
     def off(self) -> str:
@@ -139,6 +143,7 @@ def _why_not(record: Record, contents: Contents, manner: Manner, files: Files, s
         manner.bit_equal,
         lambda _: manner.mode == "all" or origin != "exact",
         lambda *_: record.baseline if pair is None else pair,  # nobody knows that it is another one
+        lambda record: deadly(record, manner.held),
     )
     return manner.off or hindrance(record, terms)
 

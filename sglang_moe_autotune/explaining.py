@@ -38,7 +38,8 @@ def show_command(shape: str, folder: Path | None, environment: str | None, *, as
     file, shapes = selection.find(selection.opened(shell.root(folder), environment), shape, changes=False)
     about, contents = file.contents.environment, file.contents
     rows = [(s, summary.rows(s, contents.records, contents.notes.get(s))) for s in shapes]
-    manner = _manner(folder, about)
+    held = _held(folder, about, shapes)
+    manner = _manner(folder, about)._replace(held=tuple(held))
     reasons = {
         owner: {
             row.M: why
@@ -47,7 +48,6 @@ def show_command(shape: str, folder: Path | None, environment: str | None, *, as
         }
         for owner, found in rows
     }
-    held = _held(folder, about, shapes)
     if as_json:
         described = [objects.shape_rows(owner, found, reasons[owner]) for owner, found in rows]
         seen = {"environment": objects.environment(about), "shapes": described, "quarantine": objects.held(held)}
@@ -79,8 +79,9 @@ def explain_command(shape: str, m: int, folder: Path | None, environment: str | 
     file, shapes = selection.find(selection.opened(shell.root(folder), environment), shape, changes=False)
     owner = selection.single(shapes)
     about = file.contents.environment
-    manner, files = _manner(folder, about), _files(about, owner, m)
-    steps, held = explain.explain(owner, m, file.contents, manner, files), _held(folder, about, [owner])
+    held, files = _held(folder, about, [owner]), _files(about, owner, m)
+    manner = _manner(folder, about)._replace(held=tuple(held))
+    steps = explain.explain(owner, m, file.contents, manner, files)
     if as_json:
         configs = config_folder.where(os.environ) if files.readable else None
         described = objects.explanation(owner, m, steps, configs)

@@ -3,8 +3,8 @@
 TOKEN                   of the process that writes
 {"shape": ..., ...}     a search a line
 
-It is read from where a reader left off, a little at a time. A search is some 13 kB: written whole after each one, a long
-server's file would take every other rank some tens of milliseconds to read, and its serving thread waits for the
+It is read from where a reader left off, a little at a time. A search is some 13 kB: written whole after each one, a
+long server's file would take every other rank some tens of milliseconds to read, and its serving thread waits for the
 interpreter meanwhile.
 """
 

@@ -19,7 +19,10 @@ from sglang_moe_autotune import whole_file
 from sglang_moe_autotune.shapes import Gemm, KernelConfig, MoeShape  # noqa: TC001 - msgspec reads them when it runs
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
     from pathlib import Path
+
+    from sglang_moe_autotune.records import Record
 
 FOLDER: Final = "quarantine"
 _MAX_FILES: Final = 4096
@@ -47,6 +50,8 @@ class Held(msgspec.Struct, frozen=True):
     """of the launch"""
     unix_s: float
     """when it was made"""
+    slow: bool = False
+    """was it only slow, at its M? Anything else ended or hung a process, and is not served at any M either"""
 
 
 class Found(NamedTuple):
@@ -55,6 +60,17 @@ class Found(NamedTuple):
     held: tuple[Held, ...]
     unread: tuple[Path, ...]
     """files that cannot be read as what they should be; they hold nothing"""
+
+
+def deadly(record: Record, held: Iterable[Held]) -> str:
+    """Why a stored row is too dangerous to be served: one of its configs ended or hung a process, at whatever M. A
+    kernel that reads where it must not may do so at one M and not at another. "" where none did."""
+    for one in held:
+        of, pair = one.candidate, record.pair
+        if not one.slow and of.shape == record.shape and of.config == pair.of(of.gemm):
+            cure = "`quarantine --clear` lets it be used"
+            return f"its {of.gemm} config is in quarantine: {one.reason} (M={one.M}); {cure}"
+    return ""
 
 
 def read(folder: Path) -> Found:

@@ -29,14 +29,19 @@ class Terms(NamedTuple):
     """may a learned row answer for the shape, as the mode and SGLang's files have it?"""
     stock: Callable[[MoeShape, int], ConfigPair | None]
     """SGLang's answer of today, made to fit; asked last, as it may read files"""
+    deadly: Callable[[Record], str] = lambda _: ""
+    """why a config of the row is too dangerous to be launched, "" where none is"""
 
 
 def hindrance(record: Record, terms: Terms) -> str:
-    """Why the row is not served, "" where it is. A legal pin that can be launched is. A learned row needs SGLang's
-    answer of today as its baseline, or its gain says nothing; and a file that SGLang ships for this Triton stands
-    before it unless the user says otherwise. Imported rows are candidates, and replayed ones are of a recording."""
+    """Why the row is not served, "" where it is. A legal pin that can be launched is, unless a config of it has killed.
+    A learned row needs SGLang's answer of today as its baseline, or its gain says nothing; and a file that SGLang ships
+    for this Triton stands before it unless the user says otherwise. Imported rows are candidates, and replayed ones are
+    of a recording."""
     if (reason := unfit(record.pair, record.shape, terms.limit)) is not None:
         return f"it cannot be launched here: {reason}"
+    if reason := terms.deadly(record):
+        return reason
     return "" if record.source == "pinned" else _of_a_learned_one(record, terms)
 
 

@@ -99,6 +99,7 @@ def held(found: Iterable[Held]) -> list[Json]:
             "config": one.candidate.config.to_dict(),
             "M": one.M,
             "reason": one.reason,
+            "slow": one.slow,
             "unix_s": one.unix_s,
         }
         for one in found

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
-from sglang_moe_autotune import releases
+from sglang_moe_autotune import held, releases
 from sglang_moe_autotune.fitting import Limit, fit, limit_of
 from sglang_moe_autotune.hindrance import Terms, bits_hold, hindrance
 from sglang_moe_autotune.layers import LiveLayers, call_key
@@ -14,6 +14,7 @@ from sglang_moe_autotune.shapes import ConfigPair, MoeShape
 
 if TYPE_CHECKING:
     from sglang_moe_autotune.device import Device
+    from sglang_moe_autotune.quarantine import Quarantine
     from sglang_moe_autotune.records import Contents, Origin, Record, Source
     from sglang_moe_autotune.settings import Mode
 
@@ -35,6 +36,7 @@ class Overlay:
         self._origins: dict[MoeShape, Origin] = {}
         self._limit = Limit(0)
         self._told: set[CallKey] = set()
+        self._quarantine: Quarantine | None = None
 
     def publish_stored(self, contents: Contents) -> None:
         """Serve the stored rows that hold here, and take back those whose call stands for no one shape any more."""
@@ -50,8 +52,11 @@ class Overlay:
 
     def may_serve(self, record: Record) -> bool:
         """Does nothing keep the record from being served here?"""
-        terms = Terms(self._limit, self.source, self._bit_equal, self.tunable, self._answer)
+        terms = Terms(self._limit, self.source, self._bit_equal, self.tunable, self._answer, self._deadly)
         return not hindrance(record, terms)
+
+    def _deadly(self, record: Record) -> str:
+        return "" if self._quarantine is None else held.deadly(record, self._quarantine.held)
 
     def _answer(self, shape: MoeShape, M: int) -> ConfigPair | None:  # noqa: N803
         return self.stock(shape, M)[0]
@@ -59,6 +64,7 @@ class Overlay:
     def begin(self, device: Device) -> Device:
         """The process has found its device."""
         self.source = device.source
+        self._quarantine = getattr(device.provider, "quarantine", None)  # a recording launches nothing
         self.fit_to(limit_of(device.environment))
         return device
 

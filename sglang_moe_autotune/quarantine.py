@@ -67,8 +67,8 @@ class Quarantine:
         return Launch(f"{shape.slug} M={M} {gemm} {config}", candidate, M)
 
     def hold(self, shape: MoeShape, M: int, gemm: Gemm, config: KernelConfig, reason: str) -> None:  # noqa: N803
-        """Never try this again, here or after a restart."""
-        one = Held(Candidate(self._environment, shape, gemm, config), reason, M, time.time())
+        """Never try this again, here or after a restart: it was far slower than it should be."""
+        one = Held(Candidate(self._environment, shape, gemm, config), reason, M, time.time(), slow=True)
         self._hold(one)
         self.journal.later(lambda: self._keep(one))
 

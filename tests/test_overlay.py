@@ -9,7 +9,7 @@ pytest.importorskip("torch")
 
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from made_up_store import H200, HEURISTIC, MANY, WINNER, record
 
@@ -19,6 +19,7 @@ from sglang_moe_autotune.config_folder import StockAnswer
 from sglang_moe_autotune.decision import Estimate
 from sglang_moe_autotune.device import Device
 from sglang_moe_autotune.explain import Files, Manner, kept_back
+from sglang_moe_autotune.held import Candidate, Held
 from sglang_moe_autotune.job import Outcome
 from sglang_moe_autotune.overlay import Overlay
 from sglang_moe_autotune.records import Contents, ShapeNote
@@ -31,6 +32,11 @@ if TYPE_CHECKING:
 SMALL = msgspec.structs.replace(
     H200, device_name="AMD Instinct MI355X", capability=(9, 5), shared_memory_bytes=163_840
 )
+
+
+DEADLY = Held(Candidate("here", MANY, "down", WINNER.down), "a process ended in its first launch", 16, 0.0)
+
+SLOW = msgspec.structs.replace(DEADLY, slow=True)
 
 
 def row(error: float | None, source: str = "learned", chosen_us: float = 300.0) -> Record:
@@ -67,8 +73,14 @@ def test_a_pair_that_was_compared_with_a_learned_one_has_the_errors_of_both() ->
 @pytest.mark.parametrize("mode", ["miss", "all"])
 @pytest.mark.parametrize("bit_equal", [False, True])
 @pytest.mark.parametrize("device", [H200, SMALL], ids=lambda about: about.device_name)
+@pytest.mark.parametrize("held", [(), (DEADLY,), (SLOW,)], ids=["free", "deadly", "slow"])
 def test_the_shell_says_of_every_row_what_a_server_does(
-    origin: Origin, mode: Mode, bit_equal: bool, device: Environment, monkeypatch: pytest.MonkeyPatch
+    origin: Origin,
+    mode: Mode,
+    bit_equal: bool,
+    device: Environment,
+    held: tuple[Held, ...],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for change in (
         {},
@@ -82,7 +94,8 @@ def test_the_shell_says_of_every_row_what_a_server_does(
         for error in (0.0, 0.004):
             found = msgspec.structs.replace(row(error), **change)
             overlay = Overlay(mode, bit_equal=bit_equal)
-            overlay.begin(Device(device, SimpleNamespace()))  # type: ignore[arg-type]
+            provider: Any = SimpleNamespace(quarantine=SimpleNamespace(held=held))
+            overlay.begin(Device(device, provider))
             monkeypatch.setattr(releases, "origin", lambda _: origin)
             monkeypatch.setattr(releases, "ask_stock", lambda *_: HEURISTIC.up.to_dict())
             contents = Contents(device, {(found.shape, found.M): found})
@@ -91,5 +104,7 @@ def test_the_shell_says_of_every_row_what_a_server_does(
                 files = Files(readable=True)
             else:
                 files = Files(readable=True, answer=StockAnswer(origin, Path("f.json"), found.M, HEURISTIC))
-            told = kept_back(found.shape, found.M, contents, Manner(mode, bit_equal=bit_equal), files)
+            told = kept_back(found.shape, found.M, contents, Manner(mode, bit_equal=bit_equal, held=held), files)
             assert overlay.may_serve(found) == (told == ""), (change, error, told)
+            if held == (DEADLY,):
+                assert told or found.pair.down != WINNER.down
