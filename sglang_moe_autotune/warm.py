@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from contextlib import AbstractContextManager
 
-    from sglang_moe_autotune.bench import Bench
+    from sglang_moe_autotune.bench import Bench, Share
     from sglang_moe_autotune.benchmark import DeviceProvider
 
 _ROUTING = "uniform"
@@ -33,8 +33,15 @@ class WarmProvider:
         self.inner = inner
         self._outside = outside
         self.compiler = inner.compiler
-        self.share = inner.share
         self._warm: set[tuple[MoeShape, int, ConfigPair]] = set()
+
+    @property
+    def share(self) -> Share:
+        return self.inner.share
+
+    @share.setter
+    def share(self, share: Share) -> None:
+        self.inner.share = share
 
     def open(self, shape: MoeShape, M: int, baseline: ConfigPair) -> Bench | str:  # noqa: N803
         opened = self.inner.open(shape, M, baseline)
