@@ -47,7 +47,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[float, float]:
         return tune([rank]), regret(rank, RECORDED)
 
 
-@pytest.mark.parametrize(("ranks", "times"), [(2, 1.7), (4, 2.5)])
+@pytest.mark.parametrize(("ranks", "times"), [(2, 1.6), (4, 2.3)])
 def test_ranks_share_the_work_and_end_with_one_table(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, alone: tuple[float, float], ranks: int, times: float
 ) -> None:
