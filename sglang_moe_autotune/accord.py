@@ -65,6 +65,15 @@ def propose(record: Record, row: Record | None) -> Proposal:
     return Proposal(record, against, hashlib.sha256(content).hexdigest()[:16])
 
 
+def withdraw(record: Record, served: ConfigPair, row: Record | None) -> tuple[Proposal, Finding]:
+    """What a rank posts that found SGLang's own config (``record``) faster than the pair that all serve: that pair,
+    refused. Where the ranks' table has it, it is put up against itself, which nobody has to measure."""
+    decided = row is not None and row.verdict == "faster"
+    pair = row.pair if row is not None and decided else served
+    refused = propose(msgspec.structs.replace(record, verdict="faster", pair=pair), row if decided else None)
+    return refused, Finding(refused.id, "refused", samples=record.evidence.samples, reason="slower when searched again")
+
+
 def decide(
     proposal: Proposal, found: Mapping[int, Finding], ranks: int, row: Record | None, min_gain: float
 ) -> Record | Literal["open", "dismissed"]:
