@@ -302,7 +302,7 @@ class Job:
             return _Proven(step.estimate, step.baseline_us, step.samples)
         self.phase = "proving"
         yield from self._await(self._own)
-        if any(self._bench.readiness(gemm, self._own.of(gemm)) == "failed" for gemm in GEMMS):
+        if any(self._bench.readiness(gemm, self._own.of(gemm)) != "ready" for gemm in GEMMS):
             self.refused[pair] = "SGLang's own config could not be launched beside it"
             return None
         gain, low, _ = step.estimate
