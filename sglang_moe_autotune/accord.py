@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal
 import msgspec
 
 from sglang_moe_autotune.bench import COMPARE_RUNS
-from sglang_moe_autotune.records import Evidence, Record  # noqa: TC001 - msgspec reads the annotations
+from sglang_moe_autotune.records import Evidence, Record, succeeding
 from sglang_moe_autotune.shapes import ConfigPair, MoeShape
 
 if TYPE_CHECKING:
@@ -39,6 +39,9 @@ class Finding(msgspec.Struct, frozen=True):
     tolerance: float | None = None
     runs: int = 0
     """of each GEMM that this rank compared: its share"""
+    whole: bool = False
+    """are these gains over SGLang's own config, though a learned row is to be replaced? The rank that found it tested
+    it against both."""
 
 
 class Proposal(msgspec.Struct, frozen=True):
@@ -62,6 +65,15 @@ def propose(record: Record, row: Record | None) -> Proposal:
     return Proposal(record, against, hashlib.sha256(content).hexdigest()[:16])
 
 
+def withdraw(record: Record, served: ConfigPair, row: Record | None) -> tuple[Proposal, Finding]:
+    """What a rank posts that found SGLang's own config (``record``) faster than the pair that all serve: that pair,
+    refused. Where the ranks' table has it, it is put up against itself, which nobody has to measure."""
+    decided = row is not None and row.verdict == "faster"
+    pair = row.pair if row is not None and decided else served
+    refused = propose(msgspec.structs.replace(record, verdict="faster", pair=pair), row if decided else None)
+    return refused, Finding(refused.id, "refused", samples=record.evidence.samples, reason="slower when searched again")
+
+
 def decide(
     proposal: Proposal, found: Mapping[int, Finding], ranks: int, row: Record | None, min_gain: float
 ) -> Record | Literal["open", "dismissed"]:
@@ -78,29 +90,20 @@ def decide(
         return "open"
     if sum(finding.runs for finding in findings) < COMPARE_RUNS:
         return "dismissed"
-    slowest = min(findings, key=lambda finding: finding.gain)
     # A row that replaces a learned one is a second step: the tuner asks half as much of it.
-    if slowest.gain < (min_gain if row is None else min_gain / 2):
+    if any(f.gain < (min_gain if row is None or f.whole else min_gain / 2) for f in findings):
         return "dismissed"
-    return msgspec.structs.replace(
-        proposal.record, verdict="faster", evidence=_evidence(proposal.record.evidence, findings, slowest, row)
-    )
+    evidence = _evidence(proposal.record.evidence, findings, row)
+    return succeeding(msgspec.structs.replace(proposal.record, verdict="faster", evidence=evidence), row)
 
 
-def _evidence(mine: Evidence, findings: Iterable[Finding], slowest: Finding, row: Record | None) -> Evidence:
+def _evidence(mine: Evidence, findings: Iterable[Finding], row: Record | None) -> Evidence:
     findings = list(findings)
-    gains = (slowest.gain, min(f.low for f in findings), slowest.high)
-    if row is not None:
-        before = row.evidence
-        firsts = (before.gain, before.gain_low, before.gain_high)
-        gains = (
-            1 - (1 - firsts[0]) * (1 - gains[0]),
-            1 - (1 - firsts[1]) * (1 - gains[1]),
-            1 - (1 - firsts[2]) * (1 - gains[2]),
-        )
+    gains = [_over_sglangs(finding, row) for finding in findings]
+    gain, _, high = min(gains)
+    low = min(each[1] for each in gains)
     errors = [f for f in findings if f.max_error is not None]
     worst = max(errors, key=lambda f: f.max_error or 0.0) if errors else None
-    gain, low, high = gains
     return msgspec.structs.replace(
         mine,
         chosen_us=mine.baseline_us * (1 - gain),
@@ -114,20 +117,24 @@ def _evidence(mine: Evidence, findings: Iterable[Finding], slowest: Finding, row
     )
 
 
+def _over_sglangs(finding: Finding, row: Record | None) -> tuple[float, float, float]:
+    """Gain, lower and upper bound over SGLang's own config; what was measured against a learned row comes on top of
+    that one's."""
+    gains = finding.gain, finding.low, finding.high
+    if row is None or finding.whole:
+        return gains
+    firsts = row.evidence.gain, row.evidence.gain_low, row.evidence.gain_high
+    gain, low, high = (1 - (1 - first) * (1 - then) for first, then in zip(firsts, gains, strict=True))
+    return gain, low, high
+
+
 def own_finding(proposal: Proposal, row: Record | None) -> Finding:
-    """What the rank that found it measured: the record's gain, less the step of the row that it replaces."""
+    """What the rank that found it measured: the record's gain, which is over SGLang's own config."""
     evidence = proposal.record.evidence
-    before = row.evidence if row is not None and row.pair == proposal.against else None
-    gain, low, high = evidence.gain, evidence.gain_low, evidence.gain_high
-    if before is not None:
-        gain, low, high = (
-            1 - (1 - both) / (1 - first)
-            for both, first in ((gain, before.gain), (low, before.gain_low), (high, before.gain_high))
-        )
-    samples = evidence.samples - (before.samples if before is not None else 0)
     return Finding(
-        *(proposal.id, "holds", gain, low, high, samples, ""),
+        *(proposal.id, "holds", evidence.gain, evidence.gain_low, evidence.gain_high, evidence.samples, ""),
         *(evidence.max_error, evidence.tolerance, evidence.runs),
+        whole=row is not None and row.verdict == "faster" and row.pair == proposal.against,
     )
 
 

@@ -171,7 +171,7 @@ class Council:
 
     def _drop(self, table: Table, proposal: Proposal, found: Mapping[int, Finding], row: Record | None) -> Table:
         table = table.dismissing(proposal.id)
-        if row is None:
+        if row is None or row.pair == proposal.record.pair == proposal.against:
             # In the table also where all ranks started with this row: none may go on serving what one refused.
             record = accord.settled(proposal, found)
             table = table.with_row(record)

@@ -2,14 +2,15 @@
 
 Search, then the best pair against the baseline: paired test, outputs compared in every case, a second test with
 fresh samples, adoption. A pair that is refused makes way for the next one; what is not clearly faster ends the
-job with the baseline.
+job with the baseline. Where that is a learned pair, it may have become slow since it won: a winner over it is taken
+only if it is faster than SGLang's own config now, too.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Generator
-from typing import TYPE_CHECKING, Final, Literal
+from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 
 import msgspec
 
@@ -17,6 +18,7 @@ from sglang_moe_autotune.bench import Declined, Sample
 from sglang_moe_autotune.decision import LOOKS, Estimate, PairedTest
 from sglang_moe_autotune.records import Evidence
 from sglang_moe_autotune.search import Search, SearchOptions
+from sglang_moe_autotune.search_space import same_launches
 from sglang_moe_autotune.shapes import GEMMS, ConfigPair, KernelConfig, MoeShape
 
 if TYPE_CHECKING:
@@ -27,7 +29,7 @@ if TYPE_CHECKING:
 Progress = Literal["worked", "waiting"]
 """What a step did: a slice of work, or a look at something that is not ready."""
 
-Phase = Literal["preparing", "searching", "deciding", "comparing", "confirming", "adopting"]
+Phase = Literal["preparing", "searching", "deciding", "comparing", "confirming", "proving", "adopting"]
 
 Steps = Generator[Progress, None, None]
 
@@ -47,6 +49,8 @@ class JobOptions(msgspec.Struct, frozen=True):
     """of each of the two tests"""
     floor: float = 0.0
     """what the lower bound of the gain must be above"""
+    own_gain: float = 0.01
+    """the least gain over SGLang's own config, where the baseline is another"""
     pairs: int = 3
     """tried in turn where outputs disagree or adoption fails"""
     compile_wait_s: float = 600.0
@@ -57,10 +61,12 @@ class JobOptions(msgspec.Struct, frozen=True):
 
 
 class Outcome(msgspec.Struct, frozen=True):
-    """How a job ended. ``pair`` is the baseline where nothing was clearly faster."""
+    """How a job ended. ``pair`` is the baseline where nothing was clearly faster, and SGLang's own config where what
+    beat a learned baseline does not beat that."""
 
     pair: ConfigPair
     estimate: Estimate
+    """of a winner: against SGLang's own config"""
     baseline_us: float
     samples: int
     measured: int
@@ -70,25 +76,19 @@ class Outcome(msgspec.Struct, frozen=True):
     """of each GEMM, over all comparisons"""
 
     def evidence(self, gpu_s: float, before: Evidence | None) -> Evidence:
-        """For the record. ``before``: of the pair this job was measured against, whose gain comes on top."""
+        """For the record. ``before``: of the pair this job was measured against; it holds where that pair stays."""
         gain, low, high = self.estimate
-        baseline_us, samples = self.baseline_us, self.samples
         if before is not None and self.estimate == _NO_GAIN:  # the pair stays, and with it what is known of it
-            samples = before.samples + max(1, samples)  # of two records with one gain the store keeps that with more
+            # Of two records with one gain the store keeps that with more samples.
+            samples = before.samples + max(1, self.samples)
             return msgspec.structs.replace(before, samples=samples, measured=self.measured, gpu_s=gpu_s)
-        if before is not None:
-            baseline_us, samples = before.baseline_us or baseline_us, samples + before.samples
-            gain, low, high = (
-                1 - (1 - first) * (1 - then)
-                for first, then in ((before.gain, gain), (before.gain_low, low), (before.gain_high, high))
-            )
         return Evidence(
-            baseline_us=baseline_us,
-            chosen_us=baseline_us * (1 - gain),
+            baseline_us=self.baseline_us,
+            chosen_us=self.baseline_us * (1 - gain),
             gain=gain,
             gain_low=low,
             gain_high=high,
-            samples=samples,
+            samples=self.samples,
             measured=self.measured,
             gpu_s=gpu_s,
             # Errors add up: this pair was compared with the one before, and that one with SGLang's own.
@@ -96,6 +96,14 @@ class Outcome(msgspec.Struct, frozen=True):
             tolerance=self.comparison.tolerance if self.comparison else None,
             runs=self.runs,
         )
+
+
+class _Proven(NamedTuple):
+    """What a winner gains over SGLang's own config."""
+
+    estimate: Estimate
+    own_us: float
+    samples: int
 
 
 class Job:
@@ -115,8 +123,9 @@ class Job:
         allowance: int,
         quick: bool = False,
         only: frozenset[KernelConfig] | None = None,
+        own: ConfigPair | None = None,
     ) -> None:
-        """allowance, quick, only: as of a ``Search``."""
+        """allowance, quick, only: as of a ``Search``. own: SGLang's own config, where the baseline is another."""
         self.shape, self.M, self.baseline = shape, M, baseline
         self.phase: Phase = "preparing"
         self.prepared = False
@@ -126,6 +135,7 @@ class Job:
         self._bench, self._experience, self._prior = bench, experience, prior
         self._options, self._clock = options, clock
         self._allowance, self._quick, self._only = allowance, quick, only
+        self._own = baseline if own is None else own
         self._tried, self._why = False, ""
 
     def steps(self) -> Steps:
@@ -250,6 +260,9 @@ class Job:
         if second.outcome != "faster":
             self._note_tie(second, measured)
             return True
+        proven = yield from self._prove(pair, second, search)
+        if proven is None:
+            return True
         self.phase = "adopting"
         give_up_s = self._clock() + self._options.compile_wait_s
         while (state := self._bench.adopt(pair)) == "waiting" and self._clock() < give_up_s:
@@ -259,8 +272,8 @@ class Job:
         if state != "ready":
             self.refused[pair] = "serving would have had to compile it"
             return False
-        samples = first.samples + second.samples
-        self.outcome = Outcome(pair, second.estimate, second.baseline_us, samples, measured, worst, runs)
+        samples = first.samples + proven.samples
+        self.outcome = Outcome(pair, proven.estimate, proven.own_us, samples, measured, worst, runs)
         return True
 
     def _await(self, pair: ConfigPair) -> Steps:
@@ -276,9 +289,36 @@ class Job:
             yield "worked"
 
     def _test(self, pair: ConfigPair, search: Search) -> Generator[Progress, None, PairedTest]:
-        """A paired test from nothing, the two GEMMs measured in alternate slices. A GEMM that the pair leaves as it is
-        takes as long as it does: it is not launched again, and its noise blurs nothing."""
+        """A paired test from nothing."""
         test = PairedTest(self._options.min_gain, self._options.error_rate, self._options.floor)
+        yield from self._feed(test, pair, search)
+        return test
+
+    def _prove(self, pair: ConfigPair, step: PairedTest, search: Search) -> Generator[Progress, None, _Proven | None]:
+        """A winner over a learned pair must be faster than SGLang's own config too, which that pair need not be any
+        more: the two are tested beside each other now, and together with the winner's step over the learned pair (its
+        second test) it must be the gain of a row. None where it is not, or cannot be found out: the job is over."""
+        if self._own == self.baseline or same_launches(pair, self._own):
+            return _Proven(step.estimate, step.baseline_us, step.samples)
+        self.phase = "proving"
+        yield from self._await(self._own)
+        if any(self._bench.readiness(gemm, self._own.of(gemm)) != "ready" for gemm in GEMMS):
+            self.refused[pair] = "SGLang's own config could not be launched beside it"
+            return None
+        gain, low, _ = step.estimate
+        needed = 1 - (1 - self._options.own_gain) / (1 - gain)
+        test = PairedTest(needed, self._options.error_rate, 1 - 1 / (1 - low))
+        yield from self._feed(test, self._own, search, turned=True)
+        if test.outcome != "faster":
+            self.outcome = Outcome(self._own, _NO_GAIN, test.baseline_us, test.samples, search.measured)
+            return None
+        both = (1 - (1 - a) * (1 - b) for a, b in zip(test.estimate, step.estimate, strict=True))
+        return _Proven(Estimate(*both), test.baseline_us, step.samples + test.samples)
+
+    def _feed(self, test: PairedTest, pair: ConfigPair, search: Search, *, turned: bool = False) -> Steps:
+        """Samples until the test has decided, the two GEMMs measured in alternate slices. A GEMM that the pair leaves
+        as it is takes as long as it does: it is not launched again, and its noise blurs nothing. turned: test the
+        baseline against the pair. Raises Declined."""
         for gemm in GEMMS:
             if gemm not in pair.unlike(self.baseline) and (us := search.reference_us(gemm)):
                 test.add(**{gemm: [Sample(us, us)] * LOOKS[-1]})
@@ -288,11 +328,10 @@ class Job:
                 if count:
                     samples = self._bench.measure(gemm, pair.of(gemm), count)
                     dirty = 0 if samples else dirty + 1
-                    test.add(**{gemm: samples})
+                    test.add(**{gemm: [Sample(*sample[::-1]) for sample in samples] if turned else samples})
                     yield "worked"
         if test.outcome == "undecided":
             raise Declined("its measurements stayed dirty: something else keeps this GPU busy")
-        return test
 
     def _note_tie(self, test: PairedTest, measured: int) -> None:
         self.outcome = Outcome(self.baseline, _NO_GAIN, test.baseline_us, test.samples, measured)

@@ -111,7 +111,13 @@ class Peers:
     def learned(self, record: Record) -> bool:
         """The tuner found this. True where the ranks decide of it; then nothing is to be served yet."""
         self._wish_at_s, self._near = 0.0, record.M
-        if self.place.ranks == 1 or record.verdict != "faster":
+        if self.place.ranks == 1:
+            return False
+        if record.verdict != "faster":
+            held = self._store.contents.records.get((record.shape, record.M))
+            served = self._served(record)
+            if served is not None and (held is None or held.source != "pinned"):
+                self.ranks.withdraw(record, served)
             return False
         row = self._table.row((record.shape, record.M))
         if row is not None and row.pair == record.pair:  # a further look found nothing better than what all serve
@@ -164,7 +170,8 @@ class Peers:
             record = ranks.news.popleft()
             if record.source != "imported":  # a candidate, this rank's own perhaps: nothing is decided by it
                 ranks.decided(record)
-            if record.source in ("pinned", "imported", self._source) and self._overlay.bits_hold(record):
+            usable = record.source in ("pinned", "imported", self._source) and self._overlay.bits_hold(record)
+            if usable and not self._is_rival(record):  # further looks must be measured against what is served
                 self._tuner.learn(record)
         if ranks.heard:
             heard = ranks.heard.popleft()
@@ -210,9 +217,17 @@ class Peers:
         key = call_key(record.shape)
         if self._overlay.shape_of(key) != record.shape:
             return False
-        here = self._overlay.lookup.rows().get(key, {}).get(record.M)
         # What one rank serves it has measured, or started with.
-        return (self.place.ranks > 1 or here != record.pair) and self._overlay.may_serve(record)
+        return (self.place.ranks > 1 or self._served(record) != record.pair) and self._overlay.may_serve(record)
+
+    def _is_rival(self, record: Record) -> bool:
+        """Is it another server's row for an M that has a row here, which stays unless this one beats it?"""
+        found = self.place.ranks == 1 and record.verdict == "faster" and record.source == self._source
+        return found and self._served(record) not in (None, record.pair)
+
+    def _served(self, record: Record) -> ConfigPair | None:
+        """The learned pair that this process serves at the record's M."""
+        return self._overlay.lookup.rows().get(call_key(record.shape), {}).get(record.M)
 
     def _ask(self) -> None:
         self._asked = self.ranks.asked
@@ -233,6 +248,13 @@ class Peers:
             self._tuner.gpu_s += self.checks.gpu_s - before_s
 
     def _found(self, proposal: Proposal, finding: Finding) -> None:
+        if self.place.ranks == 1 and finding.outcome == "holds":
+            served = self._served(proposal.record)
+            if served is not None and self._is_rival(proposal.record):
+                if proposal.against != served:  # SGLang's own config; it must beat the row of this M here, too
+                    self.checks.add(msgspec.structs.replace(proposal, against=served))
+                    return
+                self._tuner.learn(proposal.record)
         if finding.outcome != "unsure":
             self._checked.add(proposal.id)
         self.ranks.found(finding)

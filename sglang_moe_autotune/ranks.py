@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from sglang_moe_autotune.agenda import Entry
     from sglang_moe_autotune.hearsay import Heard
     from sglang_moe_autotune.records import Evidence, Record, Source
+    from sglang_moe_autotune.shapes import ConfigPair
     from sglang_moe_autotune.store import Store
     from sglang_moe_autotune.votes import Ballot
 
@@ -119,6 +120,13 @@ class Ranks:
         proposal = accord.propose(record, row)
         self._open.add(proposal.key)
         self._in.append((proposal, accord.own_finding(proposal, row)))
+        self._event.set()
+
+    def withdraw(self, record: Record, served: ConfigPair) -> None:
+        """This rank found SGLang's own config faster than what the ranks serve: none may go on with that."""
+        proposal, finding = accord.withdraw(record, served, self.table.row((record.shape, record.M)))
+        self._open.add(proposal.key)
+        self._in.append((proposal, finding))
         self._event.set()
 
     def found(self, finding: Finding) -> None:

@@ -244,12 +244,14 @@ class Tuner:
                 look.bar.min_gain,
                 self.options.error_rate,
                 look.bar.floor,
+                self.options.min_gain,
                 search=msgspec.structs.replace(search, seed=self.options.seed, final_s=look.final_s),
             ),
             self._clock,
             allowance=look.allowance,
             quick=entry.looks == 0,
             only=look.only,
+            own=entry.baseline,
         )
         self._job = job
         for progress in job.steps():

@@ -8,14 +8,14 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from record_values import pair, record
+from record_values import H200, pair, record
 
 from sglang_moe_autotune import accord
 from sglang_moe_autotune.accord import Finding, decide, propose
 from sglang_moe_autotune.bench import COMPARE_CASES, COMPARE_RUNS, Sample, Share
 from sglang_moe_autotune.decision import PairedTest
 from sglang_moe_autotune.epochs import Table
-from sglang_moe_autotune.records import Record
+from sglang_moe_autotune.records import Contents, Record, merge
 
 RANKS = 4
 SHARE = COMPARE_CASES * Share(0, RANKS).runs
@@ -70,11 +70,24 @@ def test_a_second_step_comes_on_top_of_the_first_for_every_rank() -> None:
     better = propose(record(pair=pair(64), evidence=msgspec.structs.replace(first.evidence, gain=0.28)), first)
     assert better.against == first.pair
     own = accord.own_finding(better, first)
-    assert own.gain == pytest.approx(0.2)  # 1 - 0.72 / 0.9
+    assert (own.gain, own.whole) == (0.28, True)
     found = {0: own, 1: Finding(better.id, "holds", 0.1, 0.05, 0.15, 30, runs=COMPARE_RUNS)}
     row = decide(better, found, 2, first, 0.01)
     assert isinstance(row, Record)
     assert row.evidence.gain == pytest.approx(1 - 0.9 * 0.9)
+
+
+def test_a_row_says_no_more_than_its_finder_measured_against_sglangs_own_config() -> None:
+    first = record(evidence=msgspec.structs.replace(record().evidence, gain=0.3, gain_low=0.29, gain_high=0.31))
+    now = msgspec.structs.replace(first.evidence, gain=0.02, gain_low=0.01, gain_high=0.03)  # the first is slow now
+    better = propose(record(pair=pair(64), evidence=now), first)
+    other = Finding(better.id, "holds", 0.1, 0.05, 0.15, 9, runs=COMPARE_RUNS)
+    found = {0: accord.own_finding(better, first), 1: other}
+    row = decide(better, found, 2, first, 0.01)
+    assert isinstance(row, Record)
+    assert (row.evidence.gain, row.evidence.gain_low, row.evidence.gain_high) == (0.02, 0.01, 0.03)
+    first_there, then_here = (Contents(H200, {(r.shape, r.M): r}) for r in (first, row))
+    assert merge(first_there, then_here).records[row.shape, row.M] == row
 
 
 def test_a_dropped_row_is_settled_with_sglangs_own_answer() -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import pytest
 import synthetic
+from record_values import H200
 
 from sglang_moe_autotune.agenda import FINISHED_LOOKS, Entry
 from sglang_moe_autotune.consolidation import MOST_LOST, TOLERANCE, Turn, bar, loss, next_turn, weigh
@@ -16,7 +17,7 @@ from sglang_moe_autotune.experience import Experience, Trial
 from sglang_moe_autotune.landscape import load, shipped
 from sglang_moe_autotune.measurement import Measurement
 from sglang_moe_autotune.prior import Prior
-from sglang_moe_autotune.records import Evidence, Record
+from sglang_moe_autotune.records import Contents, Evidence, Record, merge
 from sglang_moe_autotune.replay import ReplayProvider
 from sglang_moe_autotune.search import SearchOptions
 from sglang_moe_autotune.shapes import GEMMS, ConfigPair, KernelConfig
@@ -216,7 +217,8 @@ def test_every_row_is_still_faster_than_sglangs_own(crowded: Landscape, whole: B
     for record in whole.records[begun:]:
         before, known[record.M] = known[record.M], record
         assert record.evidence.firm == (record.pair == before.pair)
-        assert record.evidence.samples > before.evidence.samples  # so that the store keeps the later one
+        both = (Contents(H200, {(r.shape, r.M): r}) for r in (before, record))
+        assert merge(*both).records[record.shape, record.M] == record
         assert record.evidence.gpu_s > before.evidence.gpu_s
         assert record.evidence.gain_low > 0
         assert record.evidence.gain >= 0.01

@@ -10,12 +10,13 @@ import pytest
 
 pytest.importorskip("torch")
 from record_values import H200
-from shared_tuning import MS, recorded, server, tune
+from shared_tuning import MS, key_of, recorded, server, tune
 
 from sglang_moe_autotune import records
 from sglang_moe_autotune.bench import COMPARE_CASES, Share
 from sglang_moe_autotune.records import Evidence, Record
 from sglang_moe_autotune.replay import ReplayBench
+from sglang_moe_autotune.shapes import ConfigPair
 from sglang_moe_autotune.store import Store
 
 if TYPE_CHECKING:
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
     from shared_tuning import SharedRank
 
     from sglang_moe_autotune.landscape import Landscape
-    from sglang_moe_autotune.shapes import ConfigPair
 
 RECORDED = recorded()
 
@@ -199,6 +199,61 @@ def test_a_row_of_the_store_that_a_rank_refuses_is_not_served_by_the_next_start(
     (row,) = Store.open(tmp_path, H200).contents.records.values()
     assert (row.verdict, row.source) == (("faster", "pinned") if pinned else ("baseline", "learned"))
     assert row.generation == 1
+
+
+@pytest.mark.parametrize("finder", [0, 1])
+@pytest.mark.parametrize("started", [True, False], ids=["served since the start", "decided in service"])
+def test_what_a_further_look_of_one_rank_finds_slower_than_sglangs_own_is_served_by_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, finder: int, started: bool
+) -> None:
+    M, evidence = MS[12], Evidence(100.0, 90.0, 0.1, 0.09, 0.11, 24, 30, 0.1, looks=9, runs=270)  # noqa: N806
+    row = Record(RECORDED.shape, M, "faster", RECORDED.best(M)[0], RECORDED.baselines[M].pair, evidence)
+    if started:
+        before = Store.open(tmp_path, H200)
+        before.submit(record=row)
+        assert before.close()
+    group = server(monkeypatch, tmp_path, 2, RECORDED)
+    if started:
+        for rank in group:
+            rank.lookup.publish([(key_of(row), M, row.pair)])
+    else:
+        group[0].learned(row)
+        tune(group)
+    assert [rank.rows for rank in group] == [{M: row.pair}] * 2
+    changes = {"verdict": "baseline", "pair": row.baseline, "evidence": evidence.without_gain()}
+    group[finder].learned(records.succeeding(msgspec.structs.replace(row, **changes), row))
+    tune(group)
+    assert [rank.rows for rank in group] == [{}] * 2
+    assert not group[finder].peers.ranks._open
+    assert all(rank.store.flush(10) for rank in group)
+    (stored,) = Store.open(tmp_path, H200).contents.records.values()
+    assert stored.verdict == "baseline"
+
+
+@pytest.mark.parametrize("better", ["ours", "theirs"])
+def test_another_servers_row_must_be_faster_than_the_one_that_is_served_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, better: str
+) -> None:
+    M = MS[12]  # noqa: N806
+    evidence = Evidence(100.0, 50.0, 0.5, 0.49, 0.51, 24, 30, 0.1, looks=9, runs=270)
+    best, baseline = RECORDED.best(M)[0], RECORDED.baselines[M].pair
+    pairs = [ConfigPair(c, c) for c in RECORDED.up_us[M] if c in RECORDED.down_us[M]]
+    own_us, best_us = (RECORDED.pair_us(M, pair) for pair in (baseline, best))
+    fair = min(pairs, key=lambda pair: abs(RECORDED.pair_us(M, pair) - (own_us + best_us) / 2))
+    assert best_us < 0.97 * RECORDED.pair_us(M, fair) < 0.94 * own_us
+    ours, theirs = (best, fair) if better == "ours" else (fair, best)
+    (rank,) = server(monkeypatch, tmp_path, 1, RECORDED)
+    row = Record(RECORDED.shape, M, "faster", theirs, baseline, evidence)
+    rank.lookup.publish([(key_of(row), M, ours)])
+    other = Store.open(tmp_path, H200)
+    other.submit(record=row)
+    assert other.close()
+    rank.store.refresh(10)
+    tune([rank])
+    assert rank.rows == {M: best}
+    assert ((row.shape, M) in rank.agenda.stored) == (better == "theirs"), "a further look starts from what is served"
+    assert rank.peers.ranks.asked == ()
+    assert rank.peers.checks.gpu_s > 0
 
 
 class Ready:

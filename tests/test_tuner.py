@@ -362,7 +362,7 @@ def test_a_bench_that_never_measures_puts_its_m_off_and_decides_nothing() -> Non
     assert "dirty" in deferral.reason
 
 
-def test_a_second_look_finds_what_other_m_found_and_adds_up_the_gains() -> None:
+def test_a_second_look_finds_what_other_m_found_and_says_what_it_gains_over_sglangs_own() -> None:
     one = last(Bed(options=ONE_LOOK).add(512, 12, 24, 3).finish())
     records = Bed(options=TunerOptions()).add(512, 12, 24, 3).finish()
     again = [record for record in records if record != next(r for r in records if r.M == record.M)]
@@ -370,7 +370,8 @@ def test_a_second_look_finds_what_other_m_found_and_adds_up_the_gains() -> None:
     for record in again:
         first = one[record.M]
         assert LANDSCAPE.pair_us(record.M, record.pair) <= LANDSCAPE.pair_us(record.M, first.pair)
-        assert record.evidence.samples > first.evidence.samples
+        both = (Contents(H200, {(SHAPE, record.M): r}) for r in (first, record))
+        assert merge(*both).records[SHAPE, record.M] == record
         baseline = LANDSCAPE.baselines[record.M]
         truth = 1 - LANDSCAPE.pair_us(record.M, record.pair) / (baseline.up_us + baseline.down_us)
         assert record.evidence.gain == pytest.approx(truth, abs=0.02)
@@ -422,6 +423,45 @@ def test_a_winner_that_a_further_look_finds_slower_than_sglangs_own_is_given_up_
     assert found.chosen_us == found.baseline_us
     first, second = (Contents(H200, {(SHAPE, 12): record}) for record in (before, after))
     assert merge(first, second).records[SHAPE, 12] == after
+
+
+@pytest.mark.parametrize(
+    ("times", "verdict"),
+    [pytest.param(1.2, "baseline", id="slower than SGLang's"), pytest.param(0.9, "faster", id="faster than SGLang's")],
+)
+def test_what_beats_a_winner_that_has_become_slow_must_beat_sglangs_own_config_too(times: float, verdict: str) -> None:
+    own = LANDSCAPE.baselines[12].pair
+    candidates = [c for c in LANDSCAPE.candidates if c.BLOCK_SIZE_M == own.up.BLOCK_SIZE_M and filled(own.up) != c]
+    slow, new = candidates[:2]
+    few = synthetic.mapped(
+        LANDSCAPE,
+        lambda _m, _gemm, row: {slow: 1.5 * row[filled(own.up)], new: times * row[filled(own.up)]},
+    )
+    few = msgspec.structs.replace(few, candidates=(slow, new))
+    evidence = msgspec.structs.replace(stored(12).evidence, looks=FINISHED_LOOKS - 1)
+    bed = Bed(Watched(few), TunerOptions(search=FEW))
+    bed.tuner.learn(before := stored(12, pair=ConfigPair(slow, slow), evidence=evidence))
+    (after,) = bed.add(12).finish()
+    assert (after.verdict, after.pair) == (verdict, ConfigPair(new, new) if verdict == "faster" else own)
+    truth = max(0.0, 1 - times)
+    assert after.evidence.gain == pytest.approx(truth, abs=0.02), "not what the old evidence promised"
+    assert after.evidence.gain_low <= truth <= after.evidence.gain_high
+    first, second = (Contents(H200, {(SHAPE, 12): record}) for record in (before, after))
+    assert merge(first, second).records[SHAPE, 12] == after
+
+
+def test_where_sglangs_own_config_cannot_be_launched_beside_them_the_row_stays_as_it_was() -> None:
+    own = LANDSCAPE.baselines[12].pair
+
+    def readiness(gemm: str, config: Any) -> str | None:
+        return "failed" if config in (own.up, own.down, filled(own.up), filled(own.down)) else None
+
+    evidence = msgspec.structs.replace(stored(12).evidence, looks=FINISHED_LOOKS - 1)
+    slow = next(c for c in LANDSCAPE.candidates if c.BLOCK_SIZE_M == own.up.BLOCK_SIZE_M and filled(own.up) != c)
+    bed = Bed(Watched(LANDSCAPE, readiness=readiness), TunerOptions(search=FEW))
+    bed.tuner.learn(stored(12, pair=ConfigPair(slow, slow), evidence=evidence))
+    (after,) = bed.add(12).finish()
+    assert (after.pair, after.evidence.gain) == (ConfigPair(slow, slow), evidence.gain)
 
 
 # -- trouble -----------------------------------------------------------------------------------------------------------
@@ -627,7 +667,8 @@ def test_c37_a_search_that_was_killed_anywhere_goes_on_where_it_stood(part: floa
     assert set(records) == {3, 12, 24, 512}
     for M, record in records.items():  # noqa: N806
         if M in kept and record != kept[M]:
-            assert record.evidence.samples > kept[M].evidence.samples  # so that the store keeps it
+            both = (Contents(H200, {(SHAPE, M): r}) for r in (kept[M], record))
+            assert merge(*both).records[SHAPE, M] == record
             assert record.evidence.gpu_s > kept[M].evidence.gpu_s
     best = last(whole.records)
     lags = [LANDSCAPE.pair_us(M, r.pair) / LANDSCAPE.pair_us(M, best[M].pair) for M, r in records.items()]
