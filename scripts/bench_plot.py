@@ -8,8 +8,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 COLOURS = {
-    "search": "#1b6ca8", "search, own files": "#6baed6", "prior alone": "#8c6d31", "random": "#999999",
-    "grid": "#cccccc", "TPE": "#d6616b", "TPE after 20 of the prior": "#843c39",
+    "search": "#1b6ca8", "search, own files": "#6baed6", "search, no files": "#e08214", "prior alone": "#8c6d31",
+    "random": "#999999", "grid": "#cccccc", "TPE": "#d6616b", "TPE after 20 of the prior": "#843c39",
 }  # fmt: skip
 
 
@@ -29,14 +29,17 @@ def draw(found: dict[str, Any], path: Path) -> None:
             for name, colour in COLOURS.items():
                 if name in ways:
                     width = 2.2 if name == "search" else 1.2
+                    style = "--" if name == "TPE after 20 of the prior" else "-"  # it begins on the line of the prior
                     ends = ways[name]["curves"][kind]
-                    ax.plot(grid, [100 * r for r in ends], label=name, color=colour, linewidth=width)
+                    ax.plot(grid, [100 * r for r in ends], style, label=name, color=colour, linewidth=width)
             ax.set_yscale("log")
+            ax.yaxis.set_major_formatter("{x:g}")
             ax.set_xlabel(label)
             ax.grid(alpha=0.3, which="both", linewidth=0.4)
             ax.axhline(0.5, color="#2ca02c", linewidth=0.8, linestyle=":")
             if kind == "gpu_s":
                 ax.set_xscale("log")
+                ax.xaxis.set_major_formatter("{x:g}")
         axes[0].set_ylabel("regret in %")
         axes[0].set_title(slug, loc="left", fontsize=10)
     figure.legend(*rows[0][0].get_legend_handles_labels(), loc="lower center", ncols=4, fontsize=8, frameon=False)

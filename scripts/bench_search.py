@@ -1,6 +1,6 @@
 """Measures the search on recorded landscapes, beside other ways to choose configs with the same budget.
 
-    scripts/bench search                      # all shipped landscapes, 20 seeds: about half an hour
+    scripts/bench search                      # all shipped landscapes, 20 seeds: about ten minutes
     scripts/bench search --quick              # 3 seeds
     scripts/bench search --landscapes FILE... --seeds 5 --out /tmp/bench --no-rivals
 
