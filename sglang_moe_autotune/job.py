@@ -237,7 +237,9 @@ class Job:
     def _judge(self, pair: ConfigPair, search: Search) -> Generator[Progress, None, bool]:
         """Put one pair through all tests; True when the job is over with it, False when the next may try."""
         self.phase, measured = "deciding", search.measured
-        yield from self._await(pair)
+        if not (yield from self._await(pair)):
+            self.refused[pair] = "its binaries did not get ready"
+            return False
         first = yield from self._test(pair, search)
         if first.outcome != "faster":
             self._note_tie(first, measured)
@@ -276,17 +278,20 @@ class Job:
         self.outcome = Outcome(pair, proven.estimate, proven.own_us, samples, measured, worst, runs)
         return True
 
-    def _await(self, pair: ConfigPair) -> Steps:
-        """Until both can be launched in this bench: another one measured them, where this job was interrupted."""
-        give_up_s = self._clock() + self._options.compile_wait_s
+    def _await(self, pair: ConfigPair) -> Generator[Progress, None, bool]:
+        """Until both can be launched in this bench: another one measured them, where this job was interrupted. False
+        where one cannot."""
+        give_up_s, ready = self._clock() + self._options.compile_wait_s, True
         for gemm in GEMMS:
             looks = 0
-            while self._bench.readiness(gemm, pair.of(gemm)) == "waiting" and self._clock() < give_up_s:
+            while (state := self._bench.readiness(gemm, pair.of(gemm))) == "waiting" and self._clock() < give_up_s:
                 looks += 1
                 yield "worked"
                 if looks >= _LOOKS:
                     yield from self._rest()
+            ready = ready and state == "ready"
             yield "worked"
+        return ready
 
     def _test(self, pair: ConfigPair, search: Search) -> Generator[Progress, None, PairedTest]:
         """A paired test from nothing."""
@@ -301,8 +306,7 @@ class Job:
         if self._own == self.baseline or same_launches(pair, self._own):
             return _Proven(step.estimate, step.baseline_us, step.samples)
         self.phase = "proving"
-        yield from self._await(self._own)
-        if any(self._bench.readiness(gemm, self._own.of(gemm)) != "ready" for gemm in GEMMS):
+        if not (yield from self._await(self._own)):
             self.refused[pair] = "SGLang's own config could not be launched beside it"
             return None
         gain, low, _ = step.estimate
