@@ -51,7 +51,8 @@ class Held(msgspec.Struct, frozen=True):
     unix_s: float
     """when it was made"""
     slow: bool = False
-    """was it only slow, at its M? Anything else ended or hung a process, and is not served at any M either"""
+    """was it only slow, at its M, or is it just being launched elsewhere? Anything else ended or hung a process, and is
+    not served at any M either"""
 
 
 class Found(NamedTuple):

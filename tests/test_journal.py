@@ -230,10 +230,46 @@ def test_where_the_disk_is_full_no_line_stays_open_that_cannot_be_closed(
         own.end()
     own.announced(launch(1))
     assert own.settled(20)
+    if runs:
+        time.sleep(0.1)
+        assert [one.what for one in told(tmp_path).open] == ["launch 0"], "it may still end this process"
+        own.end()
     deadline = time.monotonic() + 5
-    while not runs and list((tmp_path / FOLDER).iterdir()) and time.monotonic() < deadline:
+    while list((tmp_path / FOLDER).iterdir()) and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert len(list((tmp_path / FOLDER).iterdir())) == runs
+    assert list((tmp_path / FOLDER).iterdir()) == []
+
+
+def test_a_thread_that_cannot_start_for_long_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def none(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    own = Journal(tmp_path, "env", "s")
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", none)
+        assert not own.announced(launch(0))
+        now_s = time.monotonic()
+        patch.setattr(journal.time, "monotonic", lambda: now_s + journal.SILENT_S + 1)
+        with pytest.raises(Declined):
+            own.announced(launch(0))
+    now_s = time.monotonic() + journal.SILENT_S + 1
+    monkeypatch.setattr(journal, "time", _Later(now_s))
+    with pytest.raises(Declined):
+        own.announced(launch(0))
+    assert own.settled(20)
+    assert own.announced(launch(0))
+
+
+class _Later:
+    """The clocks, from some moment on."""
+
+    sleep, time = time.sleep, time.time
+
+    def __init__(self, now_s: float) -> None:
+        self._ahead_s = now_s - time.monotonic()
+
+    def monotonic(self) -> float:
+        return time.monotonic() + self._ahead_s
 
 
 # -- the next start ----------------------------------------------------------------------------------------------------
