@@ -311,6 +311,8 @@ class Journal:
             self._bytes += len(text)
         else:
             os.utime(self._file)
+            if self._page is not None:
+                self._page.touch()
         with self._changed:
             now_s = time.monotonic()
             for _, entry in lines:
@@ -335,9 +337,8 @@ class Journal:
             os.close(before)
 
     def _give_up(self, error: OSError) -> None:
-        words = "a candidate that kills this server would be tried again"
-        told = self._folder, error.strerror or error, words
-        logger.warning("MoE autotune keeps no journal of first launches in %s (%s): %s.", *told)
+        told = "MoE autotune keeps no journal of first launches in %s (%s): what kills this server would be tried again."
+        logger.warning(told, self._folder, error.strerror or error)
         with self._changed:
             folder, self._folder, self._writing = self._folder, None, False
             self._changed.notify_all()

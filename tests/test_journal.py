@@ -141,6 +141,22 @@ def test_a_fault_is_forgotten_in_the_end(tmp_path: Path, monkeypatch: pytest.Mon
         time.sleep(0.01)
 
 
+def test_the_writer_touches_the_page_as_it_does_the_journal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(journal, "_TOUCH_S", 0.01)
+    own = Journal(tmp_path, "env", "s")
+    begin(own, launch(0))
+    own.end()
+    assert own.settled(20)
+    if own._page is None:
+        pytest.skip("there is no memory file system here")
+    path = page.PLACE / f"sglang-moe-autotune-{os.geteuid()}" / own._page.name
+    os.utime(path, (1.0, 1.0))
+    deadline = time.monotonic() + 20
+    while path.stat().st_mtime == 1.0:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
 def test_a_hundred_looks_cost_no_line_and_no_system_call(tmp_path: Path) -> None:
     own = Journal(tmp_path, "env", "s")
     wait(own, launch(0))
