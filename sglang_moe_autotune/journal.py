@@ -337,7 +337,7 @@ class Journal:
             os.close(before)
 
     def _give_up(self, error: OSError) -> None:
-        told = "MoE autotune keeps no journal of first launches in %s (%s): what kills this server would be tried again."
+        told = "MoE autotune keeps no journal of first launches in %s (%s): what kills the server may be tried again."
         logger.warning(told, self._folder, error.strerror or error)
         with self._changed:
             folder, self._folder, self._writing = self._folder, None, False
