@@ -164,7 +164,7 @@ class Peers:
             record = ranks.news.popleft()
             if record.source != "imported":  # a candidate, this rank's own perhaps: nothing is decided by it
                 ranks.decided(record)
-            if record.source in ("pinned", "imported", self._source) and self._overlay.bits_hold(record):
+            if record.source in ("pinned", "imported", self._source) and self._overlay.stands(record):
                 self._tuner.learn(record)
         if ranks.heard:
             heard = ranks.heard.popleft()
