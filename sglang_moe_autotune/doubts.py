@@ -233,6 +233,6 @@ class Doubts:
 
 def _context_of(batch: Any) -> int:
     """Tokens in the caches of a batch's requests. 0.5.11 to 0.5.23 keep their lengths on the host too, and may not
-    where drafts are verified."""
-    lengths = getattr(batch, "seq_lens_cpu", None)
-    return 0 if lengths is None else int(lengths.sum())
+    where drafts are verified; a release that keeps something else there is not to end tuning."""
+    total = getattr(getattr(batch, "seq_lens_cpu", None), "sum", None)
+    return 0 if total is None else int(total())

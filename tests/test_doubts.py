@@ -15,7 +15,7 @@ from test_idle_passes import prepare
 
 torch = pytest.importorskip("torch")  # the overlay knows live layers
 
-from sglang_moe_autotune import records  # noqa: E402
+from sglang_moe_autotune import doubts, records  # noqa: E402
 from sglang_moe_autotune.doubts import Doubts  # noqa: E402
 from sglang_moe_autotune.layers import call_key  # noqa: E402
 from sglang_moe_autotune.overlay import Overlay  # noqa: E402
@@ -172,6 +172,25 @@ def test_eager_sizes_without_end_do_not_grow_it() -> None:
             bed.doubts.steps.ran(("prefill", tokens), bed.now_s, batch)
     assert len(bed.doubts._answers) <= 2 * MOST_PLACES
     assert set(bed.doubts.steps.places) <= bed.doubts._answers.keys()
+
+
+@pytest.mark.parametrize("batch", [{}, {"seq_lens_cpu": None}, {"seq_lens_cpu": [1, 2]}], ids=["none", "None", "list"])
+def test_a_context_that_is_not_told_is_not_known(batch: dict[str, object]) -> None:
+    assert doubts._context_of(SimpleNamespace(**batch)) == 0
+    assert doubts._context_of(SimpleNamespace(seq_lens_cpu=CONTEXTS)) == 8000
+
+
+def test_a_bench_that_is_let_go_in_the_middle_is_closed_and_measures_from_nothing_later() -> None:
+    bed = slowed()
+    for steps in (1, 2, 5, 9):
+        for _ in range(steps):
+            assert bed.doubts.ready(deep_idle=True)
+            bed.doubts.step(deep_idle=True)
+        bed.doubts.abandon()
+        assert bed.doubts._checks is not None
+        assert not bed.doubts._checks.busy
+    bed.idle()
+    assert bed.served == bed.record.pair
 
 
 def test_one_of_several_ranks_takes_nothing_back_and_says_what_it_saw() -> None:
