@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Final, Literal
 
 from sglang_moe_autotune.accord import Finding, Proposal
 from sglang_moe_autotune.bench import Declined
@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 Step = Literal["worked", "waiting", "nothing"]
 
+FAULT: Final = "a fault while it was measured"
+"""the reason of a proposal that was refused for an exception of the bench, which says nothing of the row"""
 _WAIT_S = 5.0
 """without the binary getting ready; then the proposal is put off"""
 _RETRY_S = 5.0
@@ -102,7 +104,7 @@ class Checks:
             return "worked"
         finally:
             if not clean:
-                self._end(task, Finding(task.proposal.id, "refused", reason="a fault while it was measured"))
+                self._end(task, Finding(task.proposal.id, "refused", reason=FAULT))
         self._account()
         return step
 

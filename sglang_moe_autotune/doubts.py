@@ -3,8 +3,9 @@
 Step times are the weaker witness: they are not paired, and clocks, contexts and other load are in them. So what they
 say costs a row its place only until the bench has measured it again, beside SGLang's own config, in idle time. Where it
 holds, it serves again and is doubted no more in this process; where it does not, the store keeps it as demoted, with a
-generation of its own, so that no older copy brings it back. A doubt that the process ends with is not kept: the next
-start serves the row, and is the first to see whether steps there are slower with it.
+generation of its own, so that no older copy brings it back. A doubt that the process ends with, or that a fault of the
+bench leaves open, is not kept: the next start serves the row, and is the first to see whether steps there are slower
+with it.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sglang_moe_autotune import accord, pace, records
 from sglang_moe_autotune.captures import UNKNOWN
-from sglang_moe_autotune.checks import Checks
-from sglang_moe_autotune.step_times import Place, Slowdown, StepTimes
+from sglang_moe_autotune.checks import FAULT, Checks
+from sglang_moe_autotune.step_times import MOST_PLACES, Place, Slowdown, StepTimes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -97,6 +98,10 @@ class Doubts:
                 self._changed(place, before, now_s)
 
     def _opened(self, place: Place) -> None:
+        if len(self._answers) >= 2 * MOST_PLACES:  # eager sizes can be any, and few are timed at a time
+            timed = set(self.steps.places)
+            self._answers = {known: answers for known, answers in self._answers.items() if known in timed}
+            self._fresh = {known: rows for known, rows in self._fresh.items() if known in timed}
         self._answers[place] = self._in_effect(place)
         self._fresh.pop(place, None)
 
@@ -203,6 +208,9 @@ class Doubts:
             self._tell(row, f"taken back; it could not be measured again yet: {finding.reason}")
             return
         del self._asked[proposal.id]
+        if finding.reason == FAULT:
+            self._tell(row, f"taken back while this process lives: there was {FAULT} again")
+            return
         record, store = proposal.record, self._store
         assert store is not None  # noqa: S101 - there is a bench
         if finding.outcome == "holds":
@@ -225,6 +233,6 @@ class Doubts:
 
 def _context_of(batch: Any) -> int:
     """Tokens in the caches of a batch's requests. 0.5.11 to 0.5.23 keep their lengths on the host too, and may not
-    where drafts are verified."""
-    lengths = getattr(batch, "seq_lens_cpu", None)
-    return 0 if lengths is None else int(lengths.sum())
+    where drafts are verified; a release that keeps something else there is not to end tuning."""
+    total = getattr(getattr(batch, "seq_lens_cpu", None), "sum", None)
+    return 0 if total is None else int(total())

@@ -13,11 +13,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 
 from sglang_moe_autotune.errors import ExportError
+from sglang_moe_autotune.held import deadly
 from sglang_moe_autotune.sglang_json import encode, file_name, folder_name, is_learned, table, unseen
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
     from pathlib import Path
 
+    from sglang_moe_autotune.held import Held
     from sglang_moe_autotune.records import Contents
     from sglang_moe_autotune.shapes import MoeShape
 
@@ -36,7 +39,12 @@ EVIDENCE = "sglang-moe-autotune-evidence.json"
 
 
 def export(
-    contents: Contents, folder: Path, *, keep_foreign: bool = False, replayed: bool = False
+    contents: Contents,
+    folder: Path,
+    *,
+    keep_foreign: bool = False,
+    replayed: bool = False,
+    held: Collection[Held] = (),
 ) -> Exported:
     """Write every shape with a learned row as ``folder/configs/triton_X_Y_Z/<name>.json``, up and down. A slash in
     the GPU's name makes folders, since SGLang opens just such a path.
@@ -44,7 +52,8 @@ def export(
     Files of an earlier export are replaced, all others stay, and a crash leaves a pair whole or its up file alone.
     Where a file that is not ours has the name of one of ours, it stays and our pair is left out, with a note
     (``keep_foreign``), or ExportError is raised before anything is written; also where SGLang would stumble over
-    the folder. Rows of a recording are left out, with a note, unless ``replayed``: no GPU has shown them.
+    the folder. Rows of a recording are left out, with a note, unless ``replayed``: no GPU has shown them. So are rows
+    with a config that ended a process: SGLang would serve them. held: the quarantine of the environment.
     """
     environment = contents.environment
     version_folder = _checked_folder(folder, environment.triton)
@@ -52,10 +61,13 @@ def export(
         raise ExportError(f"a device of this name has no file of its own below {version_folder}: {device!r}")
     shown = {key: r for key, r in contents.records.items() if replayed or r.source != "replayed"}
     left_out = len(contents.records) - len(shown)
-    contents = msgspec.structs.replace(contents, records=shown)
+    safe = {key: r for key, r in shown.items() if not deadly(r, held)}
+    contents = msgspec.structs.replace(contents, records=safe)
     chosen, notes = _chosen(contents)
     if left_out:
         notes.append(f"{left_out} rows are left out: they are of a recording, not of a GPU (--replayed takes them)")
+    if dangerous := len(shown) - len(safe):
+        notes.append(f"{dangerous} rows are left out: a config of theirs ended or hung a process (see `quarantine`)")
     manifest, evidence = _read_ours(folder, MANIFEST, list[str]), _read_ours(folder, EVIDENCE, Any)
     texts: dict[Path, str] = {}
     for shape in chosen:

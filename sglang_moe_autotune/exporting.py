@@ -7,8 +7,9 @@ from pathlib import Path
 
 import click
 
-from sglang_moe_autotune import export, selection, shell
+from sglang_moe_autotune import export, held, selection, shell
 from sglang_moe_autotune.selection import NothingFound
+from sglang_moe_autotune.trials import environment_key
 
 
 @click.command(
@@ -49,8 +50,11 @@ def export_command(
         if merge_into is None or place.absolute().name != "configs":
             raise click.UsageError(f"{place} holds the files themselves (triton_*): name its parent, {above}")
         place = above  # SGLang's variable names the folder above, people often the one that holds the files
-    file = selection.preferred(selection.opened(shell.root(folder), environment))
-    done = export.export(file.contents, place, keep_foreign=merge_into is not None, replayed=replayed)
+    root = shell.root(folder)
+    file = selection.preferred(selection.opened(root, environment))
+    key = environment_key(file.contents.environment)
+    never = [one for one in held.read(root / held.FOLDER).held if one.candidate.environment == key]
+    done = export.export(file.contents, place, keep_foreign=merge_into is not None, replayed=replayed, held=never)
     for note in done.notes:
         click.echo(note, err=True)
     if replayed and any(r.source == "replayed" for r in file.contents.records.values()):

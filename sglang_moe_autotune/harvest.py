@@ -5,13 +5,12 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
-from sglang_moe_autotune.hindrance import bits_hold
 from sglang_moe_autotune.layers import call_key
 from sglang_moe_autotune.records import succeeding
 from sglang_moe_autotune.trials import TrialLog
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
     from sglang_moe_autotune.lookup import Lookup
@@ -37,18 +36,18 @@ class Harvest:
         lookup: Lookup,
         recapture: Recapture,
         *,
-        bit_equal: bool = False,
+        stands: Callable[[Record], bool] = lambda _: True,
     ) -> None:
-        """bit_equal: of stored rows only those that are proven to give SGLang's own bits count as searched."""
+        """stands: does a stored row count as searched?"""
         self.peers: Peers | None = None
         self._store, self._mode, self._lookup, self._recapture = store, mode, lookup, recapture
-        self._bit_equal = bit_equal
+        self._stands = stands
         self._trials = TrialLog(root, store.contents.environment)
 
     def learned(self, record: Record) -> None:
         """Keep the record, and serve it where that is allowed."""
         held = self._store.contents.records.get((record.shape, record.M))
-        if held is not None and not bits_hold(held, bit_equal=self._bit_equal):
+        if held is not None and not self._stands(held):
             record = succeeding(record, held)  # or the M would be searched again at every start
         if self.peers is not None and self.peers.learned(record):
             return

@@ -48,7 +48,9 @@ class Hearing:
         if not self._begun or not path.exists():
             path.unlink(missing_ok=True)  # of a process before this one
             lines.insert(0, secrets.token_hex(_TOKEN_BYTES).encode())
-        with path.open("ab", buffering=0) as file:
+        # O_NONBLOCK: a pipe in the file's place must not hang the thread that ranks agree by
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW
+        with open(os.open(path, flags, 0o666), "ab", buffering=0) as file:  # noqa: PTH123 - a descriptor, not a path
             file.write(b"\n".join(lines) + b"\n")
         self._begun = True
 
@@ -76,7 +78,7 @@ class Hearing:
                 return b""
             token = os.pread(descriptor, 2 * _TOKEN_BYTES, 0)
             known, offset = self._read.get(rank, (token, 0))
-            if known != token:
+            if known != token or status.st_size < offset:
                 offset = 0
             text = os.pread(descriptor, _MOST_BYTES, offset)
         finally:

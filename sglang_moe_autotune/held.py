@@ -50,8 +50,9 @@ class Held(msgspec.Struct, frozen=True):
     """of the launch"""
     unix_s: float
     """when it was made"""
-    slow: bool = False
-    """was it only slow, at its M? Anything else ended or hung a process, and is not served at any M either"""
+    rows_stay: bool = False
+    """are stored rows with this config served all the same? It was only slow, at its M, or is being launched elsewhere,
+    or is one of several suspects. Anything else ended or hung a process, and is not served at any M either"""
 
 
 class Found(NamedTuple):
@@ -67,7 +68,7 @@ def deadly(record: Record, held: Iterable[Held]) -> str:
     kernel that reads where it must not may do so at one M and not at another. "" where none did."""
     for one in held:
         of, pair = one.candidate, record.pair
-        if not one.slow and of.shape == record.shape and of.config == pair.of(of.gemm):
+        if not one.rows_stay and of.shape == record.shape and of.config == pair.of(of.gemm):
             cure = "`quarantine --clear` lets it be used"
             return f"its {of.gemm} config is in quarantine: {one.reason} (M={one.M}); {cure}"
     return ""

@@ -24,10 +24,13 @@ if TYPE_CHECKING:
 DEATHS: Final = "deaths"
 HANGS_S: Final = 60.0
 """a launch that has not come back for this long never does"""
+_SPEAKS_S: Final = 30.0
+"""Writers touch their journals more often than this. One that does not is stopped as a whole, and not by a launch."""
 _UNTOUCHED_S: Final = 86400.0
 """after which what a killed writer left half made is removed"""
 _HANGS: Final = "its first launch does not come back"
 _CRASHED: Final = "a process ended in the middle of its first launch"
+_ELSEWHERE: Final = "another process was launching it for the first time"
 _SUSPECT: Final = "a process ended when this, or one of {} more, was launched first or about to be"
 
 
@@ -72,7 +75,7 @@ def hold(root: Path, *, read_only: bool = False) -> Verdict:
                     path.unlink(missing_ok=True)
                     page.remove(told.writer.page)
             else:
-                verdicts.append(_living(root, told, reader, now_s, read_only=read_only))
+                verdicts.append(_living(root, told, reader, (now_s, age_s), read_only=read_only))
     if not read_only:
         _sweep(folder, now_s)
     return Verdict(tuple(h for v in verdicts for h in v.held), tuple(d for v in verdicts for d in v.deaths))
@@ -83,7 +86,8 @@ def _dead(path: Path, told: Told, unix_s: float) -> Verdict:
     if not suspects or told.writer is None:
         return Verdict()
     why = _CRASHED if len(suspects) == 1 else _SUSPECT.format(len(suspects) - 1)
-    found = tuple(Held(one.candidate, why, one.M, one.unix_s) for one in suspects if one.candidate is not None)
+    several = len(suspects) > 1
+    found = tuple(Held(o.candidate, why, o.M, o.unix_s, rows_stay=several) for o in suspects if o.candidate is not None)
     if told.writer.server is None:
         return Verdict(found)
     what = " or ".join(one.what for one in suspects)
@@ -91,13 +95,15 @@ def _dead(path: Path, told: Told, unix_s: float) -> Verdict:
     return Verdict(found, ((f"{path.stem}.json", death),))
 
 
-def _living(root: Path, told: Told, reader: Owner, now_s: float, *, read_only: bool) -> Verdict:
+def _living(root: Path, told: Told, reader: Owner, times_s: tuple[float, float], *, read_only: bool) -> Verdict:
     """Of a process elsewhere nobody here can tell whether it lives. Its launch is over in an instant, or else it is a
-    culprit: it is left out here in any case, and for good where it must be one."""
+    culprit: it is not tried here in any case, and left out for good where it must be one. times_s: now, and since the
+    writer's last word."""
     assert told.writer is not None  # noqa: S101 - for the type checker
     in_sight = _in_sight(told.writer, reader)
     launches = [one for one in _ran(told) if one.candidate is not None]
-    overdue = [one for one in launches if now_s - one.unix_s > HANGS_S]
+    now_s, silent_s = times_s
+    overdue = [one for one in launches if now_s - one.unix_s > HANGS_S and silent_s <= _SPEAKS_S and not one.raised]
     hung = tuple(Held(one.candidate, _HANGS, one.M, one.unix_s) for one in overdue if one.candidate is not None)
     if not read_only:
         with contextlib.suppress(OSError):
@@ -105,7 +111,8 @@ def _living(root: Path, told: Told, reader: Owner, now_s: float, *, read_only: b
     if in_sight:
         return Verdict(hung)
     fresh = [one for one in launches if one not in overdue]
-    return Verdict(hung + tuple(Held(o.candidate, _CRASHED, o.M, o.unix_s) for o in fresh if o.candidate is not None))
+    there = (Held(o.candidate, _ELSEWHERE, o.M, o.unix_s, rows_stay=True) for o in fresh if o.candidate is not None)
+    return Verdict((*hung, *there))
 
 
 def _ran(told: Told) -> tuple[Announced, ...]:

@@ -245,18 +245,9 @@ class Job:
             self._note_tie(first, measured)
             return True
         self.phase = "comparing"
-        worst: Comparison | None = None
-        runs = 0
-        for case in range(self._bench.compare_cases):
-            while (comparison := self._bench.compare(pair, case)) is None:
-                yield "worked"
-            yield "worked"
-            if not comparison.ok:
-                self.refused[pair] = f"{comparison.reason} (case {case})"
-                return False
-            runs += comparison.runs
-            if worst is None or comparison.error > worst.error:
-                worst = comparison
+        compared = yield from self._compare(pair)
+        if not all(comparison.ok for comparison in compared):
+            return False
         self.phase = "confirming"
         second = yield from self._test(pair, search)
         if second.outcome != "faster":
@@ -275,8 +266,23 @@ class Job:
             self.refused[pair] = "serving would have had to compile it"
             return False
         samples = first.samples + proven.samples
+        worst = max(compared, key=lambda comparison: comparison.error, default=None)
+        runs = sum(comparison.runs for comparison in compared)
         self.outcome = Outcome(pair, proven.estimate, proven.own_us, samples, measured, worst, runs)
         return True
+
+    def _compare(self, pair: ConfigPair) -> Generator[Progress, None, list[Comparison]]:
+        """All cases, up to the first that is not as it should be."""
+        compared: list[Comparison] = []
+        for case in range(self._bench.compare_cases):
+            while (comparison := self._bench.compare(pair, case)) is None:
+                yield "worked"
+            yield "worked"
+            compared.append(comparison)
+            if not comparison.ok:
+                self.refused[pair] = f"{comparison.reason} (case {case})"
+                break
+        return compared
 
     def _await(self, pair: ConfigPair) -> Generator[Progress, None, bool]:
         """Until both can be launched in this bench: another one measured them, where this job was interrupted. False

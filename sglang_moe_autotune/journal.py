@@ -68,6 +68,8 @@ class Announced(msgspec.Struct, frozen=True, tag="announced"):
     """None: what SGLang launches itself, on our behalf"""
     M: int
     unix_s: float
+    raised: bool = False
+    """It raised, so it does not hang; where the device is lost, its process may still end of it."""
 
 
 class Closed(msgspec.Struct, frozen=True, tag="closed"):
@@ -115,10 +117,14 @@ class Launch(NamedTuple):
 class _Entry:
     """A launch on its way: handed to the writer, written, or running."""
 
-    def __init__(self, number: int, line: bytes, now_s: float) -> None:
-        self.number, self.line = number, line
+    def __init__(self, announced: Announced, now_s: float) -> None:
+        self.announced = announced
         self.state: Literal["handed", "written", "running"] = "handed"
         self.looked_s = now_s
+
+    @property
+    def line(self) -> bytes:
+        return msgspec.json.encode(self.announced) + b"\n"
 
 
 class Journal:
@@ -164,7 +170,7 @@ class Journal:
                 return self._folder is None  # nobody is told; or it has lapsed since
             self._end_running(but=entry)  # a fault before, which this process has survived
             entry.state = "running"
-        self._set(entry.number)
+        self._set(entry.announced.number)
         return True
 
     def step(self, what: str) -> bool:
@@ -189,6 +195,10 @@ class Journal:
         """It raised: where the device is lost, SGLang's next launch ends this process."""
         with self._changed:
             self._faulted_s = time.monotonic()
+            for entry in (entry for entry in self._entries.values() if entry.state == "running"):
+                entry.announced = msgspec.structs.replace(entry.announced, raised=True)
+                self._lines.append((entry.line, None))
+            self._wake()
 
     def withdraw(self) -> None:
         """Close what is announced and not made: the search goes elsewhere."""
@@ -218,6 +228,8 @@ class Journal:
         if entry is not None and entry.state != "handed":
             entry.looked_s = now_s
             return True
+        if self._thread is None and self._lines:
+            self._wake()
         if any(e.state == "handed" and now_s - e.looked_s > SILENT_S for e in self._entries.values()):
             raise Declined(f"{self._folder} does not answer, and nothing is launched first without a line there")
         if entry is None:
@@ -228,8 +240,8 @@ class Journal:
 
     def _hand_over(self, launch: Launch, now_s: float) -> None:
         self._count += 1
-        line = Announced(self._count, launch.what, launch.candidate, launch.M, time.time())
-        entry = self._entries[launch] = _Entry(self._count, msgspec.json.encode(line) + b"\n", now_s)
+        announced = Announced(self._count, launch.what, launch.candidate, launch.M, time.time())
+        entry = self._entries[launch] = _Entry(announced, now_s)
         self._lines.append((entry.line, entry))
         self._wake()
 
@@ -246,7 +258,7 @@ class Journal:
                 self._close(launch)
 
     def _close(self, launch: Launch) -> None:
-        line = Closed(self._entries.pop(launch).number)
+        line = Closed(self._entries.pop(launch).announced.number)
         self._lines.append((msgspec.json.encode(line) + b"\n", None))
         self._wake()
 
@@ -286,6 +298,7 @@ class Journal:
             except OSError as error:
                 self._give_up(error)
                 return
+
     def _put(self, lines: list[tuple[bytes, _Entry | None]]) -> None:
         """Append them, and tell that they are written; without any, say that this process lives. Raises OSError."""
         text = b"".join(line for line, _ in lines)
@@ -298,6 +311,8 @@ class Journal:
             self._bytes += len(text)
         else:
             os.utime(self._file)
+            if self._page is not None:
+                self._page.touch()
         with self._changed:
             now_s = time.monotonic()
             for _, entry in lines:
@@ -322,16 +337,14 @@ class Journal:
             os.close(before)
 
     def _give_up(self, error: OSError) -> None:
-        logger.warning(
-            "MoE autotune keeps no journal of first launches in %s (%s): a candidate that kills this server would"
-            " be tried again.",
-            *(self._folder, error.strerror or error),
-        )
+        told = "MoE autotune keeps no journal of first launches in %s (%s): what kills the server may be tried again."
+        logger.warning(told, self._folder, error.strerror or error)
         with self._changed:
             folder, self._folder, self._writing = self._folder, None, False
-            nothing_runs = all(entry.state != "running" for entry in self._entries.values())
-            self._entries.clear()
             self._changed.notify_all()
-        if folder is not None and nothing_runs:  # a line that cannot be closed would accuse what did nothing
+            # Afterwards a line that cannot be closed would accuse what did nothing.
+            self._changed.wait_for(lambda: all(entry.state != "running" for entry in self._entries.values()))
+            self._entries.clear()
+        if folder is not None:
             with contextlib.suppress(OSError):
                 (folder / self._name).unlink()

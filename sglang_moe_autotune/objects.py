@@ -99,7 +99,7 @@ def held(found: Iterable[Held]) -> list[Json]:
             "config": one.candidate.config.to_dict(),
             "M": one.M,
             "reason": one.reason,
-            "slow": one.slow,
+            "rows_stay": one.rows_stay,
             "unix_s": one.unix_s,
         }
         for one in found

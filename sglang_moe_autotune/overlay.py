@@ -90,9 +90,11 @@ class Overlay:
             )
         return fitted
 
-    def bits_hold(self, record: Record) -> bool:
-        """Is the row as equal to SGLang's answer as the user asks?"""
-        return bits_hold(record, bit_equal=self._bit_equal)
+    def stands(self, record: Record) -> bool:
+        """Does the record say what a search of its M found? Where it is not as equal to SGLang's answer as the user
+        asks, or a config of it has killed, the M is searched again, and nothing is measured against it."""
+        safe = record.source == "pinned" or not self._deadly(record)
+        return safe and bits_hold(record, bit_equal=self._bit_equal)
 
     @property
     def shapes(self) -> tuple[MoeShape, ...]:

@@ -25,19 +25,25 @@ _MOUNTS: Final = Path("/proc/self/mountinfo")
 _NAME: Final = re.compile(r"(\d+)-(\d+)-(\d*)-[0-9a-f]{12}\.page")
 _SIZE: Final = 4096
 _KEPT_S: Final = 86400.0
-"""a page whose process has ended this long ago is of no use to anybody"""
+"""a page whose process has said nothing for this long, and is gone, is of no use to anybody"""
 
 
 class Page:
-    """This process's own, by its name."""
+    """This process's own."""
 
-    def __init__(self, name: str, memory: mmap.mmap) -> None:
-        self.name = name
+    def __init__(self, path: Path, memory: mmap.mmap) -> None:
+        self.name = path.name
+        self._path = path
         self._number = memoryview(memory).cast("Q")
 
     def set(self, number: int) -> None:
         """One store to memory. number: 0 where nothing runs."""
         self._number[0] = number
+
+    def touch(self) -> None:
+        """Say that its process lives: after the first one no store does. Never raises OSError."""
+        with contextlib.suppress(OSError):
+            os.utime(self._path, follow_symlinks=False)
 
 
 def make() -> Page | None:
@@ -56,7 +62,7 @@ def make() -> Page | None:
         try:
             # Not ftruncate: it leaves a hole, and the first store into a hole of a full file system is a SIGBUS.
             if os.write(descriptor, bytes(_SIZE)) == _SIZE:
-                return Page(name, mmap.mmap(descriptor, _SIZE))
+                return Page(folder / name, mmap.mmap(descriptor, _SIZE))
             (folder / name).unlink()
         except OSError:
             (folder / name).unlink()

@@ -170,7 +170,7 @@ class Peers:
             record = ranks.news.popleft()
             if record.source != "imported":  # a candidate, this rank's own perhaps: nothing is decided by it
                 ranks.decided(record)
-            usable = record.source in ("pinned", "imported", self._source) and self._overlay.bits_hold(record)
+            usable = record.source in ("pinned", "imported", self._source) and self._overlay.stands(record)
             if usable and not self._is_rival(record):  # further looks must be measured against what is served
                 self._tuner.learn(record)
         if ranks.heard:

@@ -68,7 +68,7 @@ class Quarantine:
 
     def hold(self, shape: MoeShape, M: int, gemm: Gemm, config: KernelConfig, reason: str) -> None:  # noqa: N803
         """Never try this again, here or after a restart: it was far slower than it should be."""
-        one = Held(Candidate(self._environment, shape, gemm, config), reason, M, time.time(), slow=True)
+        one = Held(Candidate(self._environment, shape, gemm, config), reason, M, time.time(), rows_stay=True)
         self._hold(one)
         self.journal.later(lambda: self._keep(one))
 

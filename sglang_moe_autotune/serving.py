@@ -280,7 +280,7 @@ class Serving:
         self.store = Store.open(self.root, device.environment, read_only=self.read_only)
         self.overlay.publish_stored(self.store.contents)
         kept = self.store, self.root, self.settings.mode, self.lookup, self.recapture
-        self.harvest = Harvest(*kept, bit_equal=self.settings.bit_equal)
+        self.harvest = Harvest(*kept, stands=self.overlay.stands)
         if not self.read_only:
             held = getattr(device.provider, "quarantine", None)  # a recording launches nothing
             self.mark = held.journal if held is not None else Journal()
@@ -300,7 +300,7 @@ class Serving:
         assert self.device is not None  # noqa: S101 - for the type checker
         assert self.store is not None  # noqa: S101 - as above
         assert self.harvest is not None  # noqa: S101 - as above
-        known = filter(self.overlay.bits_hold, self.store.contents.records.values())  # others are searched again
+        known = filter(self.overlay.stands, self.store.contents.records.values())  # others are searched again
         seeds = relatives(self.root, self.device.environment)
         found = self._learned, self.harvest.tried
         return make_tuner(self.device, provider, self.settings, (known, seeds), found, agenda)

@@ -30,9 +30,7 @@ class Setting(NamedTuple):
 
 
 NUMBERS = (
-    Setting(
-        "BUDGET_S", "GPU seconds per hour", 0, 3600, "cap on the GPU time that one process (one rank) spends on tuning"
-    ),
+    Setting("BUDGET_S", "GPU seconds per hour", 0, 3600, "cap on the GPU time spent on tuning"),
     Setting("SLICE_US", "microseconds", 50, 1000, "target length of one slice, which a request may wait for"),
     Setting("GRACE_S", "seconds", 0, 3600, "time after the last user's request before tuning starts"),
     Setting("DEEP_IDLE_S", "seconds", 0, 86400, "time without user requests before longer launches may run"),

@@ -42,11 +42,12 @@ SPREADS: Final = 3.0
 """and by how many spreads of the blocks it must be worse; and by a quarter more than nine in ten blocks were off
 before, since a load that comes and goes has a small spread while it stays"""
 
+MOST_PLACES: Final = 256
+"""that are timed at a time"""
 _IN_A_ROW: Final = 3
 _PARTNERS: Final = 3
 _THINNED: Final = 8
 _MOST_AFTER: Final = 512
-_MOST_PLACES: Final = 256
 _CONTROLS: Final = 3
 _CONTROL_BLOCKS: Final = 4
 _WINDOW: Final = 32
@@ -236,7 +237,7 @@ class StepTimes:
         place = self._place
         assert place is not None  # noqa: S101 - for the type checker
         if (series := self._series.get(place)) is None:
-            if len(self._series) >= _MOST_PLACES:  # eager sizes can be any: the one that was not met for longest goes
+            if len(self._series) >= MOST_PLACES:  # eager sizes can be any: the one that was not met for longest goes
                 del self._series[min(self._series, key=lambda other: self._series[other].used_s)]
             series = self._series[place] = _Series()
             series.used_s = self._last_s

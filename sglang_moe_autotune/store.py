@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import hashlib
 import logging
 import re
@@ -133,7 +134,8 @@ class Store:
         self._asked = True
         if self._thread is None or not self._thread.is_alive():
             self._thread = threading.Thread(target=self._run, name="moe-autotune-store", daemon=True)
-            self._thread.start()
+            with contextlib.suppress(RuntimeError):  # no thread is to be had: the next change tries again
+                self._thread.start()
         self._changed.notify_all()
 
     def _run(self) -> None:

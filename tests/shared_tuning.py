@@ -84,7 +84,7 @@ class SharedRank:
             lookup=self.lookup,
             shape_of=lambda _: recorded.shape,
             may_serve=lambda _: True,
-            bits_hold=lambda _: True,
+            stands=lambda _: True,
             source="learned",
         )
         self.adopted: list[Any] = []

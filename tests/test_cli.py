@@ -20,9 +20,12 @@ from made_up_store import FP8, H100, H200, HEURISTIC, MANY, WINNER, fill, hold, 
 from shell_page import BLOCKS, HEADINGS, PAGE, printed
 
 from sglang_moe_autotune import doctor, landscape, selection, status
+from sglang_moe_autotune import held as held_files
 from sglang_moe_autotune.cli import main
 from sglang_moe_autotune.contract import CONTRACT
+from sglang_moe_autotune.held import Candidate, Held
 from sglang_moe_autotune.shapes import ConfigPair, KernelConfig
+from sglang_moe_autotune.trials import environment_key
 
 if TYPE_CHECKING:
     from click.testing import Result
@@ -501,6 +504,19 @@ def test_an_export_never_overwrites_what_it_did_not_write(store: Path) -> None:
     assert result.exit_code == 3
     assert mine.name in one_sentence(result)
     assert mine.read_text() == '{"1": {}}'
+
+
+def test_what_took_a_server_down_is_not_exported(autotune_folder: Path) -> None:
+    """A stock SGLang would serve it."""
+    fill(autotune_folder)
+    candidate = Candidate(environment_key(H200), MANY, "down", WINNER.down)
+    held_files.keep(autotune_folder / held_files.FOLDER, Held(candidate, "a process ended", 64, 1.0))
+    result = shell("export out")
+    assert result.exit_code == 0
+    assert "2 rows are left out: a config of theirs ended or hung a process" in result.stderr
+    texts = {Path(path).name: json.loads(Path(path).read_text()) for path in result.stdout.splitlines()[:-1]}
+    assert all("E=256" in name for name in texts), "the other shape has its rows"
+    assert texts
 
 
 def test_an_exported_folder_can_be_pasted_into_a_shell(store: Path) -> None:

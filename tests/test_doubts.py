@@ -15,14 +15,14 @@ from test_idle_passes import prepare
 
 torch = pytest.importorskip("torch")  # the overlay knows live layers
 
-from sglang_moe_autotune import records  # noqa: E402
+from sglang_moe_autotune import doubts, records  # noqa: E402
 from sglang_moe_autotune.doubts import Doubts  # noqa: E402
 from sglang_moe_autotune.layers import call_key  # noqa: E402
 from sglang_moe_autotune.overlay import Overlay  # noqa: E402
 from sglang_moe_autotune.records import Evidence, Record  # noqa: E402
 from sglang_moe_autotune.replay import ReplayProvider  # noqa: E402
 from sglang_moe_autotune.shapes import ConfigPair  # noqa: E402
-from sglang_moe_autotune.step_times import BLOCK  # noqa: E402
+from sglang_moe_autotune.step_times import BLOCK, MOST_PLACES  # noqa: E402
 from sglang_moe_autotune.store import Store  # noqa: E402
 
 if TYPE_CHECKING:
@@ -145,6 +145,52 @@ def test_a_row_that_the_bench_refuses_is_demoted_and_no_older_copy_brings_it_bac
     assert "did not hold" in bed.doubts.told[f"{SHAPE.slug} {M}"]
     older = records.Contents(H200, {(SHAPE, M): bed.record})
     assert records.merge(bed.store.contents, older).records[SHAPE, M] == demoted
+
+
+def test_a_fault_of_the_bench_takes_no_row_from_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    def faulty(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    bed = slowed()
+    monkeypatch.setattr(ReplayProvider, "open", lambda *_: SimpleNamespace(prepare=faulty, gpu_s=0.0, close=bool))
+    bed.doubts.ready(deep_idle=True)
+    bed.doubts.step(deep_idle=True)
+    with pytest.raises(torch.OutOfMemoryError):
+        bed.doubts.step(deep_idle=True)
+    assert not bed.doubts.ready(deep_idle=True)
+    assert bed.served is None
+    assert bed.store.contents.records[SHAPE, M].verdict == "faster", "the next start finds out"
+    assert "a fault" in bed.doubts.told[f"{SHAPE.slug} {M}"]
+
+
+def test_eager_sizes_without_end_do_not_grow_it() -> None:
+    bed = Bed()
+    batch = SimpleNamespace(seq_lens_cpu=CONTEXTS)
+    for tokens in range(1, 3000):
+        for _ in range(3):
+            bed.now_s += 0.01
+            bed.doubts.steps.ran(("prefill", tokens), bed.now_s, batch)
+    assert len(bed.doubts._answers) <= 2 * MOST_PLACES
+    assert set(bed.doubts.steps.places) <= bed.doubts._answers.keys()
+
+
+@pytest.mark.parametrize("batch", [{}, {"seq_lens_cpu": None}, {"seq_lens_cpu": [1, 2]}], ids=["none", "None", "list"])
+def test_a_context_that_is_not_told_is_not_known(batch: dict[str, object]) -> None:
+    assert doubts._context_of(SimpleNamespace(**batch)) == 0
+    assert doubts._context_of(SimpleNamespace(seq_lens_cpu=CONTEXTS)) == 8000
+
+
+def test_a_bench_that_is_let_go_in_the_middle_is_closed_and_measures_from_nothing_later() -> None:
+    bed = slowed()
+    for steps in (1, 2, 5, 9):
+        for _ in range(steps):
+            assert bed.doubts.ready(deep_idle=True)
+            bed.doubts.step(deep_idle=True)
+        bed.doubts.abandon()
+        assert bed.doubts._checks is not None
+        assert not bed.doubts._checks.busy
+    bed.idle()
+    assert bed.served == bed.record.pair
 
 
 def test_one_of_several_ranks_takes_nothing_back_and_says_what_it_saw() -> None:

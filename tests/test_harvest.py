@@ -82,3 +82,13 @@ def test_another_pair_of_the_same_gain_is_served_all_the_same() -> None:
     other = msgspec.structs.replace(found("faster", 96), pair=pair(64))
     bed.harvest.learned(other)
     assert bed.served == pair(64)
+
+
+def test_what_replaces_a_row_that_does_not_stand_stays_though_it_gains_less() -> None:
+    bed = Bed()
+    bed.store.submit(record=found("faster", 48, gain=0.3))
+    bed.harvest._stands = lambda _: False
+    other = msgspec.structs.replace(found("faster", 48, gain=0.1), pair=pair(128))
+    bed.harvest.learned(other)
+    assert bed.served == other.pair
+    assert bed.store.contents.records[SHAPE, 64].pair == other.pair

@@ -83,3 +83,30 @@ def test_links_pipes_and_folders_in_the_place_of_a_file_say_nothing(tmp_path: Pa
     os.mkfifo(tmp_path / "trials-2.jsonl")
     (tmp_path / "trials-3.jsonl").mkdir()
     assert Hearing(tmp_path, 1, 4).fresh() == []
+
+
+@pytest.mark.parametrize("what", ["pipe", "link"])
+def test_what_came_into_the_place_of_a_file_holds_up_nobody_and_is_not_written_through(
+    tmp_path: Path, what: str
+) -> None:
+    own = Hearing(tmp_path, 0, 2)
+    own.tell([heard(1)])
+    (tmp_path / "trials-0.jsonl").unlink()
+    (tmp_path / "elsewhere").write_bytes(b"")
+    if what == "pipe":
+        os.mkfifo(tmp_path / "trials-0.jsonl")
+    else:
+        (tmp_path / "trials-0.jsonl").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(OSError, match="trials-0"):
+        own.tell([heard(2)])
+    assert (tmp_path / "elsewhere").read_bytes() == b""
+
+
+def test_a_file_that_was_cut_is_read_from_its_beginning(tmp_path: Path) -> None:
+    own, other = Hearing(tmp_path, 0, 2), Hearing(tmp_path, 1, 2)
+    own.tell(map(heard, range(1, 50)))
+    assert len(other.fresh()) == 49
+    path = tmp_path / "trials-0.jsonl"
+    path.write_bytes(path.read_bytes().partition(b"\n")[0] + b"\n")
+    own.tell([heard(99)])
+    assert ms(other.fresh()) == [99]

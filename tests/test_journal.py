@@ -141,6 +141,22 @@ def test_a_fault_is_forgotten_in_the_end(tmp_path: Path, monkeypatch: pytest.Mon
         time.sleep(0.01)
 
 
+def test_the_writer_touches_the_page_as_it_does_the_journal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(journal, "_TOUCH_S", 0.01)
+    own = Journal(tmp_path, "env", "s")
+    begin(own, launch(0))
+    own.end()
+    assert own.settled(20)
+    if own._page is None:
+        pytest.skip("there is no memory file system here")
+    path = page.PLACE / f"sglang-moe-autotune-{os.geteuid()}" / own._page.name
+    os.utime(path, (1.0, 1.0))
+    deadline = time.monotonic() + 20
+    while path.stat().st_mtime == 1.0:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
 def test_a_hundred_looks_cost_no_line_and_no_system_call(tmp_path: Path) -> None:
     own = Journal(tmp_path, "env", "s")
     wait(own, launch(0))
@@ -230,10 +246,46 @@ def test_where_the_disk_is_full_no_line_stays_open_that_cannot_be_closed(
         own.end()
     own.announced(launch(1))
     assert own.settled(20)
+    if runs:
+        time.sleep(0.1)
+        assert [one.what for one in told(tmp_path).open] == ["launch 0"], "it may still end this process"
+        own.end()
     deadline = time.monotonic() + 5
-    while not runs and list((tmp_path / FOLDER).iterdir()) and time.monotonic() < deadline:
+    while list((tmp_path / FOLDER).iterdir()) and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert len(list((tmp_path / FOLDER).iterdir())) == runs
+    assert list((tmp_path / FOLDER).iterdir()) == []
+
+
+def test_a_thread_that_cannot_start_for_long_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def none(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    own = Journal(tmp_path, "env", "s")
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", none)
+        assert not own.announced(launch(0))
+        now_s = time.monotonic()
+        patch.setattr(journal.time, "monotonic", lambda: now_s + journal.SILENT_S + 1)
+        with pytest.raises(Declined):
+            own.announced(launch(0))
+    now_s = time.monotonic() + journal.SILENT_S + 1
+    monkeypatch.setattr(journal, "time", _Later(now_s))
+    with pytest.raises(Declined):
+        own.announced(launch(0))
+    assert own.settled(20)
+    assert own.announced(launch(0))
+
+
+class _Later:
+    """The clocks, from some moment on."""
+
+    sleep, time = time.sleep, time.time
+
+    def __init__(self, now_s: float) -> None:
+        self._ahead_s = now_s - time.monotonic()
+
+    def monotonic(self) -> float:
+        return time.monotonic() + self._ahead_s
 
 
 # -- the next start ----------------------------------------------------------------------------------------------------
@@ -265,6 +317,7 @@ def test_the_page_names_the_culprit_and_without_it_there_are_few_suspects(
     assert len(held.read(tmp_path / FOLDER).held) == len(expected), "for good"
     for one in held.read(tmp_path / FOLDER).held:
         assert "or one of" in one.reason or len(expected) == 1
+        assert one.rows_stay is (len(expected) > 1), "of several suspects most are innocent"
 
 
 def test_a_journal_that_nobody_may_take_away_accuses_all_the_same(tmp_path: Path) -> None:

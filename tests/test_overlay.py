@@ -36,7 +36,7 @@ SMALL = msgspec.structs.replace(
 
 DEADLY = Held(Candidate("here", MANY, "down", WINNER.down), "a process ended in its first launch", 16, 0.0)
 
-SLOW = msgspec.structs.replace(DEADLY, slow=True)
+SLOW = msgspec.structs.replace(DEADLY, rows_stay=True)
 
 
 def row(error: float | None, source: str = "learned", chosen_us: float = 300.0) -> Record:
@@ -57,8 +57,21 @@ def row(error: float | None, source: str = "learned", chosen_us: float = 300.0) 
     ],
 )
 def test_a_learned_row_needs_its_proof(found: Record, holds: bool) -> None:
-    assert Overlay("miss", bit_equal=True).bits_hold(found) is holds
-    assert Overlay("miss").bits_hold(found)
+    assert Overlay("miss", bit_equal=True).stands(found) is holds
+    assert Overlay("miss").stands(found)
+
+
+@pytest.mark.parametrize(
+    ("held", "source", "stands"),
+    [((), "learned", True), ((SLOW,), "learned", True), ((DEADLY,), "learned", False), ((DEADLY,), "pinned", True)],
+    ids=["free", "slow", "deadly", "deadly-pin"],
+)
+def test_an_m_whose_row_has_killed_is_searched_again(held: tuple[Held, ...], source: str, stands: bool) -> None:
+    """Nothing may be measured against it, and another pair may be faster than SGLang's own; a pin is the user's."""
+    overlay = Overlay("miss")
+    provider: Any = SimpleNamespace(quarantine=SimpleNamespace(held=held))
+    overlay.begin(Device(H200, provider))
+    assert overlay.stands(row(0.0, source)) is stands
 
 
 def test_a_pair_that_was_compared_with_a_learned_one_has_the_errors_of_both() -> None:

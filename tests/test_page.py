@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -43,6 +44,19 @@ def test_what_was_set_is_read_until_it_is_removed(own: page.Page) -> None:
     page.remove(own.name)
     assert page.read(own.name) is None
     own.set(4)  # its process goes on
+
+
+def test_the_page_of_a_process_that_lived_for_days_outlives_it(own: page.Page, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another server may start, and sweep, before the next start asks what ran."""
+    path = Path(page.PLACE) / f"sglang-moe-autotune-{os.geteuid()}" / own.name
+    monkeypatch.setattr(page.status, "start_time", lambda _: None)  # all are gone
+    for touched in (True, False):
+        os.utime(path, (time.time() - 3 * page._KEPT_S,) * 2)
+        if touched:
+            own.touch()
+        page._sweep(path.parent)
+        assert (page.read(own.name) is not None) == touched
+    own.touch()
 
 
 @pytest.mark.usefixtures("own")

@@ -86,8 +86,29 @@ def test_c18_a_launch_that_does_not_come_back_is_left_out_while_its_process_stil
     processes.append(first_launches.start(tmp_path, "begin:1"))
     now_s = time.time()
     monkeypatch.setattr(inquest.time, "time", lambda: now_s + HANGS_S + 5)
+    os.utime(journals(tmp_path)[0], (now_s + HANGS_S,) * 2)  # its writer does so
     assert "does not come back" in Quarantine(tmp_path, "env").reason(SHAPE, "up", CONFIG)
     assert len(journals(tmp_path)) == 1, "its writer lives"
+
+
+@pytest.mark.parametrize("case", ["stopped", "raised"])
+def test_what_is_not_known_to_hang_is_not_left_out_for_good(
+    tmp_path: Path, processes: list[subprocess.Popen[bytes]], monkeypatch: pytest.MonkeyPatch, case: str
+) -> None:
+    """A container that is paused, a machine that sleeps; and a launch that came back with an exception, after which
+    requests come for an hour."""
+    processes.append(first_launches.start(tmp_path, "begin:1 fault" if case == "raised" else "begin:1"))
+    now_s = time.time()
+    if case == "stopped":
+        processes[0].send_signal(signal.SIGSTOP)
+    else:
+        os.utime(journals(tmp_path)[0], (now_s + HANGS_S,) * 2)
+    monkeypatch.setattr(inquest.time, "time", lambda: now_s + HANGS_S + 5)
+    assert Quarantine(tmp_path, "env").held == ()
+    assert found_in(tmp_path) == ()
+    monkeypatch.undo()
+    first_launches.end(processes[0])
+    assert Quarantine(tmp_path, "env").reason(SHAPE, "up", CONFIG), "but it ended its process"
 
 
 def test_an_orderly_end_leaves_nothing(tmp_path: Path) -> None:
@@ -124,6 +145,7 @@ def test_a_launch_elsewhere_is_left_out_now_and_for_good_only_when_it_is_overdue
         assert Quarantine(tmp_path, "env").reason(SHAPE, "up", CONFIG)
         assert journals(tmp_path)
         assert found_in(tmp_path) == (), "it may live, and come back in an instant"
+        assert [one.rows_stay for one in Quarantine(tmp_path, "env").held] == [True], "it takes no stored row away"
         file.write(b'{"type":"closed","number":1}\n')
         assert Quarantine(tmp_path, "env").held == ()
     with written_elsewhere(tmp_path, age_s=HANGS_S + 1, **changes):

@@ -415,3 +415,21 @@ def test_what_was_submitted_last_is_written_when_the_process_ends(root: Path) ->
     streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL}
     subprocess.run(command, check=True, timeout=60, **streams)
     assert len(read(root / file_name(v.H200)).records) == 25
+
+
+def test_where_no_thread_can_start_a_record_waits_in_memory_for_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread that serves submits: an exception there would end tuning."""
+
+    def none(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    store = Store.open(tmp_path, v.H200)
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", none)
+        store.submit(record=v.record(1))
+    assert len(store.contents.records) == 1
+    store.submit(record=v.record(2))
+    assert store.flush(30)
+    assert len(Store.open(tmp_path, v.H200).contents.records) == 2
