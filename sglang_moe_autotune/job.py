@@ -262,14 +262,14 @@ class Job:
             yield "worked"
             yield from self._rest()
         yield "worked"
-        if state != "ready":
+        if state == "ready":
+            samples = first.samples + proven.samples
+            worst = max(compared, key=lambda comparison: comparison.error, default=None)
+            runs = sum(comparison.runs for comparison in compared)
+            self.outcome = Outcome(pair, proven.estimate, proven.own_us, samples, measured, worst, runs)
+        else:
             self.refused[pair] = "serving would have had to compile it"
-            return False
-        samples = first.samples + proven.samples
-        worst = max(compared, key=lambda comparison: comparison.error, default=None)
-        runs = sum(comparison.runs for comparison in compared)
-        self.outcome = Outcome(pair, proven.estimate, proven.own_us, samples, measured, worst, runs)
-        return True
+        return state == "ready"
 
     def _compare(self, pair: ConfigPair) -> Generator[Progress, None, list[Comparison]]:
         """All cases, up to the first that is not as it should be."""
