@@ -142,15 +142,5 @@ def settled(proposal: Proposal, found: Mapping[int, Finding]) -> Record:
     """The record of a proposal that was dropped: SGLang's own answer stays at its M, for all ranks."""
     record = proposal.record
     samples = max(record.evidence.samples, sum(finding.samples for finding in found.values()))
-    evidence = msgspec.structs.replace(
-        record.evidence,
-        chosen_us=record.evidence.baseline_us,
-        gain=0.0,
-        gain_low=0.0,
-        gain_high=0.0,
-        samples=samples,
-        max_error=None,
-        tolerance=None,
-        runs=0,
-    )
+    evidence = msgspec.structs.replace(record.evidence.without_gain(), samples=samples)
     return msgspec.structs.replace(record, verdict="baseline", pair=record.baseline, evidence=evidence)
