@@ -8,6 +8,7 @@ import functools
 import importlib.metadata
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -36,7 +37,7 @@ class Model(NamedTuple):
     layers: int = 4
 
     def write(self, folder: Path) -> Path:
-        """Write ``config.json``; the server makes the weights up (``--load-format dummy``)."""
+        """Write ``config.json``; the server makes the weights up (``--load-format dummy``, see ``lively_weights``)."""
         config = {
             "architectures": ["Qwen3MoeForCausalLM"],
             "model_type": "qwen3_moe",
@@ -91,24 +92,25 @@ FLAGS = (
 
 
 @functools.cache
-def entry_point() -> tuple[str, ...]:
-    """A folder for PYTHONPATH from which SGLang finds the plugin; none where this Python knows it already."""
-    if any(point.name == "moe_autotune" for point in importlib.metadata.entry_points(group="sglang.srt.plugins")):
-        return ()
-    from sglang_moe_autotune import __version__ as version  # noqa: PLC0415 - found on the path that is set above
-
-    site = Path(tempfile.gettempdir()) / f"moe-autotune-entry-point-{os.getpid()}"
-    folder = site / f"sglang_moe_autotune-{version}.dist-info"
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: sglang-moe-autotune\nVersion: {version}\n")
-    points = "[sglang.srt.plugins]\nmoe_autotune = sglang_moe_autotune.plugin:register\n"
-    (folder / "entry_points.txt").write_text(points)
-    return (str(site),)
+def plugins() -> Path:
+    """A folder for PYTHONPATH from which SGLang finds the made-up weights, and this package where this Python does not
+    know it already."""
+    site = Path(tempfile.gettempdir()) / f"moe-autotune-plugins-{os.getpid()}"
+    points = {"lively_weights": "lively_weights:register"}
+    if not any(point.name == "moe_autotune" for point in importlib.metadata.entry_points(group="sglang.srt.plugins")):
+        points["moe_autotune"] = "sglang_moe_autotune.plugin:register"
+    for name, function in points.items():
+        folder = site / f"{name}_of_this_checkout-0.dist-info"
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}-of-this-checkout\nVersion: 0\n")
+        (folder / "entry_points.txt").write_text(f"[sglang.srt.plugins]\n{name} = {function}\n")
+    shutil.copy(ROOT / "scripts" / "lively_weights.py", site)
+    return site
 
 
 def with_checkout(environ: dict[str, str]) -> dict[str, str]:
     """These variables, by which a process finds this checkout before anything else."""
-    path = [str(ROOT), *entry_point(), *filter(None, [environ.get("PYTHONPATH")])]
+    path = [str(ROOT), str(plugins()), *filter(None, [environ.get("PYTHONPATH")])]
     return {**environ, "PYTHONPATH": os.pathsep.join(path)}
 
 

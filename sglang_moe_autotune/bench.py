@@ -13,6 +13,8 @@ COMPARE_RUNS: Final = 270
 """of each GEMM of a pair, over all cases: a kernel that is wrong in one run of twenty gets through with a probability
 of 0.95 ** 270 = 1e-6, so that of 10,000 such kernels none does in 99 of 100 times"""
 
+DIRTY: Final = "its measurements stayed dirty: this process gets too little CPU, or something else keeps the GPU busy"
+
 _LEAST_RUNS: Final = 2
 
 Readiness = Literal["ready", "waiting", "failed"]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from sglang_moe_autotune import correctness, launch
-from sglang_moe_autotune.bench import ALONE, Bench, Comparison, Declined, Readiness, Sample
+from sglang_moe_autotune.bench import ALONE, DIRTY, Bench, Comparison, Declined, Readiness, Sample
 from sglang_moe_autotune.kernels import Kernels
 from sglang_moe_autotune.launches import NO_MEMORY, REFUSALS, TIMED_ROUTINGS, Candidate, Launches
 from sglang_moe_autotune.quarantine import Quarantine
@@ -29,6 +29,8 @@ _RUN_US_PER_BYTE = 5 / 2e6
 """poisoning writes an output, a comparison reads two and writes bytes; at 2 TB/s"""
 _HOPELESS = 3.0
 """A first launch this many times the baseline's is told to the search; less may be the cold start of a binary."""
+_WARM_TRIES = 12
+"""launches of SGLang's own config, of which two must be timed"""
 _ENDLESS = 100.0
 _ENDLESS_US = 5000.0
 """Launches this many times the baseline's are not made twice; those that are this long too not after a restart either:
@@ -242,16 +244,23 @@ class DeviceBench:
             if launch.loaded(candidate.recorded, self._device, candidate.binary) is None:
                 raise Declined(f"the {gemm} launch rebuilt for this M is not one that serving has made")
             yield
-            self._expected_us[gemm, config] = 0.0
             self._launches.load(gemm, config)
-            # The first launch of all tells how long this M takes; the second one is warm.
-            for _ in range(2):
-                side, rotation = self._launches.side(gemm, config), self._launches.rotation
-                timed = provider.timer.time(side, side, rotation, (float("inf"), 1e3), 1, provider.slice_us)
-                self._device_us += timed.device_us
-                if timed.samples:
-                    self._expected_us[gemm, config] = timed.samples[0].baseline_us
-                yield
+            yield from self._time_baseline(gemm, config)
+
+    def _time_baseline(self, gemm: Gemm, config: KernelConfig) -> Iterator[None]:
+        """The first launch of all tells how long this M takes; the second one is warm. Raises Declined."""
+        clean = 0
+        for _ in range(_WARM_TRIES):
+            side, timer = self._launches.side(gemm, config), self._provider.timer
+            timed = timer.time(side, side, self._launches.rotation, (float("inf"), 1e3), 1, self._provider.slice_us)
+            self._device_us += timed.device_us
+            took_us = timed.samples[0].baseline_us if timed.samples else timed.launched_us
+            self._expected_us[gemm, config] = max(took_us, 1.0)
+            clean += bool(timed.samples)
+            yield
+            if clean == 2:
+                return
+        raise Declined(DIRTY)
 
     def _local_share(self) -> float:
         config = getattr(self._layers[0].module, "moe_runner_config", None)

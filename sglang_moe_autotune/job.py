@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 
 import msgspec
 
-from sglang_moe_autotune.bench import Declined, Sample
+from sglang_moe_autotune.bench import DIRTY, Declined, Sample
 from sglang_moe_autotune.decision import LOOKS, Estimate, PairedTest
 from sglang_moe_autotune.records import Evidence
 from sglang_moe_autotune.search import Search, SearchOptions
@@ -341,7 +341,7 @@ class Job:
                     test.add(**{gemm: [Sample(*sample[::-1]) for sample in samples] if turned else samples})
                     yield "worked"
         if test.outcome == "undecided":
-            raise Declined("its measurements stayed dirty: something else keeps this GPU busy")
+            raise Declined(DIRTY)
 
     def _note_tie(self, test: PairedTest, measured: int) -> None:
         self.outcome = Outcome(self.baseline, _NO_GAIN, test.baseline_us, test.samples, measured)

@@ -167,6 +167,7 @@ def describe(serving: Serving) -> status.LiveStatus:
         idle_needed_s=_needed(serving, [slug for slug, _ in snapshot.queue] if snapshot is not None else []),
         pass_p99_us=serving.watch.quantile_us(0.99),
         pass_longest_us=serving.watch.longest_us,
+        pass_longest_did=serving.watch.longest_did,
         passes_over=serving.watch.broken,
         pauses=serving.watch.pauses,
         compile=status.CompileCounts(**compiler.counts) if compiler is not None else status.CompileCounts(),

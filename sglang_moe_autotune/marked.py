@@ -28,8 +28,10 @@ class MarkedProvider:
     """Opens the benches of another provider, marked."""
 
     def __init__(self, provider: BenchmarkProvider, mark: Marking) -> None:
-        self._provider, self._mark = provider, mark
+        self._provider, self.mark = provider, mark
         self._bench: Bench | None = None
+        self.did = ""
+        """what was asked of a bench last, for whoever says what a long pass did, and empties it"""
 
     @property
     def share(self) -> Share:
@@ -45,8 +47,9 @@ class MarkedProvider:
         return self._bench.launch_us if self._bench is not None else 0.0
 
     def open(self, shape: MoeShape, M: int, baseline: ConfigPair) -> Bench | str:  # noqa: N803
+        self.did = "opening a bench"
         bench = self._provider.open(shape, M, baseline)
-        self._bench = None if isinstance(bench, str) else MarkedBench(bench, self._mark, f"{shape.slug} M={M}")
+        self._bench = None if isinstance(bench, str) else MarkedBench(bench, self, f"{shape.slug} M={M}")
         return bench if self._bench is None else self._bench
 
 
@@ -56,8 +59,8 @@ class MarkedBench:
     What cannot be marked yet is not done yet.
     """
 
-    def __init__(self, bench: Bench, mark: Marking, where: str) -> None:
-        self._bench, self._mark, self._where = bench, mark, where
+    def __init__(self, bench: Bench, of: MarkedProvider, where: str) -> None:
+        self._bench, self._of, self._mark, self._where = bench, of, of.mark, where
 
     def _fenced(self, step: Callable[[], _T]) -> _T:
         try:
@@ -70,6 +73,7 @@ class MarkedBench:
             raise
 
     def prepare(self) -> bool:
+        self._of.did = "setting up a bench"
         if not self._mark.step(f"{self._where} set-up"):
             return False
         done = self._fenced(self._bench.prepare)
@@ -80,15 +84,18 @@ class MarkedBench:
         return done
 
     def readiness(self, gemm: Gemm, config: KernelConfig) -> Readiness:
+        self._of.did = "loading a binary"
         return self._bench.readiness(gemm, config)
 
     def reason(self, gemm: Gemm, config: KernelConfig) -> str:
         return self._bench.reason(gemm, config)
 
     def measure(self, gemm: Gemm, config: KernelConfig, count: int) -> list[Sample]:
+        self._of.did = "measuring"
         return self._fenced(lambda: self._bench.measure(gemm, config, count))
 
     def compare(self, pair: ConfigPair, case: int) -> Comparison | None:
+        self._of.did = "comparing"
         return self._fenced(lambda: self._bench.compare(pair, case))
 
     @property
@@ -96,6 +103,7 @@ class MarkedBench:
         return self._bench.compare_cases
 
     def adopt(self, pair: ConfigPair) -> Readiness:
+        self._of.did = "adopting a row"
         if not self._mark.step(f"{self._where} {pair} adopted"):
             return "waiting"
         state = self._fenced(lambda: self._bench.adopt(pair))
@@ -111,4 +119,5 @@ class MarkedBench:
         return self._bench.gpu_s
 
     def close(self) -> None:
+        self._of.did = self._of.did or "closing a bench"
         self._bench.close()

@@ -81,6 +81,8 @@ class Watch:
         """passes by length: the last bucket is open"""
         self.broken = 0
         self.longest_us = 0.0
+        self.longest_did = ""
+        """what the longest pass did"""
         self.pauses = 0
         self.pause: Pause | None = None
         self._paused_until_s = float("-inf")
@@ -88,10 +90,11 @@ class Watch:
         self._passes = 0
         self._pause_s = _FIRST_PAUSE_S
 
-    def observe(self, taken_us: float, bound: float, now_s: float) -> Pause | None:
-        """Note a pass; the pause if one begins with it."""
+    def observe(self, taken_us: float, bound: float, now_s: float, did: str = "") -> Pause | None:
+        """Note a pass, and what it did; the pause if one begins with it."""
         self.counts[bisect.bisect_left(BUCKETS_US, taken_us)] += 1
-        self.longest_us = max(self.longest_us, taken_us)
+        if taken_us > self.longest_us:
+            self.longest_us, self.longest_did = taken_us, did
         self._passes += 1
         if taken_us <= bound:
             return None
@@ -105,7 +108,7 @@ class Watch:
             self._pause_s = _FIRST_PAUSE_S
         # No figure but the pause in it: it is a label of a metric.
         reason = f"paused for {self._pause_s:g} s: two passes of tuning within a minute took longer than they may"
-        longest = f"{taken_us / 1e3:.1f} ms of {bound / 1e3:.1f}"
+        longest = f"{taken_us / 1e3:.1f} ms of {bound / 1e3:.1f}" + (f", {did}" if did else "")
         self.pause = Pause(now_s + self._pause_s, reason, longest)
         self._pause_s = min(_LONGEST_PAUSE_S, 2 * self._pause_s)
         self._paused_until_s, self._last = self.pause.until_s, None

@@ -54,7 +54,9 @@ class Passes:
             self.lengths_s.append(taken_s)
         if not watched:
             return
-        launch_us = self.marked.launch_us if self.marked is not None else 0.0
+        launch_us, did = 0.0, ""
+        if self.marked is not None:
+            launch_us, did, self.marked.did = self.marked.launch_us, self.marked.did, ""
         bound_us = pace.bound_us(launch_us, self._slice_us, launched=launched)
-        if (pause := self.watch.observe(taken_s * 1e6, bound_us, now)) is not None and self.watch.pauses == 1:
+        if (pause := self.watch.observe(taken_s * 1e6, bound_us, now, did)) is not None and self.watch.pauses == 1:
             logger.warning("MoE autotune %s, the last one %s. Status shows later pauses.", pause.reason, pause.longest)

@@ -137,6 +137,8 @@ class LiveStatus(msgspec.Struct, frozen=True, kw_only=True):
     pass_p99_us: float = 0.0
     """how long passes of tuning keep the scheduler"""
     pass_longest_us: float = 0.0
+    pass_longest_did: str = ""
+    """what that pass did"""
     passes_over: int = 0
     """passes that took longer than they may"""
     pauses: int = 0

@@ -138,10 +138,9 @@ def _needs(live: LiveStatus) -> Iterator[str]:
 def _passes(live: LiveStatus) -> Iterator[str]:
     if live.pass_longest_us:
         over = f"; {live.passes_over} over their bound, {live.pauses} pauses" if live.passes_over else ""
-        yield (
-            f"passes of tuning: 99 % within {live.pass_p99_us / 1e3:.1f} ms, longest"
-            f" {live.pass_longest_us / 1e3:.1f} ms{over}"
-        )
+        did = f" ({live.pass_longest_did})" if live.pass_longest_did else ""
+        within, longest = live.pass_p99_us / 1e3, live.pass_longest_us / 1e3
+        yield f"passes of tuning: 99 % within {within:.1f} ms, longest {longest:.1f} ms{did}{over}"
 
 
 def broken(live: LiveStatus) -> list[str]:

@@ -19,8 +19,14 @@ Side = Callable[[int, int], None]
 _SHORT_LAUNCH_US = 60.0
 """Below this a launch can end before the host has made the next one, and the gap would be measured."""
 _LAUNCHES_PER_INTERVAL = 4
-_HOST_US = 8.0
-"""of one launch, before it was seen"""
+_HOST_US = {True: 8.0, False: 30.0}
+"""of one launch before it was seen: of many short ones, and of the first of long ones"""
+_CYCLES_PER_US = 1000.0
+"""of the GPU's clock, before it was seen"""
+_MARGIN, _MARGIN_US = 1.3, 20.0
+"""by which a spin is longer than the host is thought to need"""
+_REST_S = 0.05
+"""after which the GPU's clocks may have fallen to a fifth, so that a spin takes five times as long"""
 
 
 class Planned(NamedTuple):
@@ -75,16 +81,17 @@ class PairTimer:
     """Times candidate and baseline in turn on the current stream.
 
     Launches are queued behind a spinning kernel, so that the host's time to make them is hidden: all launches of a
-    slice where they are short, the first one where the GPU is still busy with it when the host makes the next. A
-    slice in which the spin ended too early is dirty, gives no samples, and lengthens the next spin.
+    slice where they are short, the first one where the GPU is still busy with it when the host makes the next. The spin
+    is as long as the host needs for these launches, by what it needed of late. A slice in which it ended too early is
+    dirty and gives no samples. After a rest a slice holds one pair: how long its spin takes is not known.
     """
 
     def __init__(self) -> None:
         self._events: list[torch.cuda.Event] = []
-        self._spin_cycles = {True: 200_000, False: 50_000}
-        """where launches are short, and where they are not"""
-        self._host_us = _HOST_US
-        """of one launch, as of late"""
+        self._host_us = dict(_HOST_US)
+        """of one launch, as of late, where launches are short and where they are not"""
+        self._cycles_per_us = _CYCLES_PER_US
+        self._ended_s = float("-inf")
         self._turn = self._launched = 0
         """pairs and launches so far: the plan goes on from slice to slice"""
 
@@ -106,7 +113,11 @@ class PairTimer:
         short = min(expected_us[0] if not unknown else expected_us[1], expected_us[1]) < _SHORT_LAUNCH_US
         inner = _LAUNCHES_PER_INTERVAL if short and not unknown else 1
         pair_us = inner * ((0.0 if unknown else expected_us[0]) + expected_us[1])
-        pairs = 1 if unknown else pairs_within(pair_us, 2 * inner * self._host_us, count, slice_us)
+        host_us = 2 * inner * self._host_us[short]
+        if short:  # a slice can be longer than a spin
+            count = max(1, min(count, int((MAX_SPIN_US - _MARGIN_US) / (_MARGIN * host_us))))
+        alone = unknown or time.perf_counter() - self._ended_s > _REST_S
+        pairs = 1 if alone else pairs_within(pair_us, host_us, count, slice_us)
         events = self._take_events(2 * pairs + 2)
         plans = []
         for pair in range(pairs):
@@ -115,8 +126,9 @@ class PairTimer:
         self._turn += pairs
         hidden = len(plans) * len(plans[0]) if short else 1
         made, starved, host_us = 0, False, 0.0
+        cycles = self._cycles(short, hidden)
         events[0].record()
-        torch.cuda._sleep(self._spin_cycles[short])
+        torch.cuda._sleep(cycles)
         events[1].record()
         begun = time.perf_counter()
         for pair, planned in enumerate(plans):
@@ -131,8 +143,8 @@ class PairTimer:
         last = events[2 * pairs + 1]
         last.synchronize()
         spin_us = events[0].elapsed_time(events[1]) * 1e3
-        self._host_us += 0.2 * (host_us / hidden - self._host_us)
-        self._adapt(short, spin_us, host_us)
+        self._ended_s = time.perf_counter()
+        self._learn(short, host_us / hidden, cycles / spin_us if spin_us > 0 else self._cycles_per_us, late=starved)
         device_us = events[0].elapsed_time(last) * 1e3
         launched_us = device_us - spin_us
         if starved:
@@ -149,10 +161,13 @@ class PairTimer:
             self._events.append(torch.cuda.Event(enable_timing=True))
         return self._events[:count]
 
-    def _adapt(self, short: bool, spin_us: float, host_us: float) -> None:
-        if spin_us <= 0:
-            return
-        wanted = min(MAX_SPIN_US, 1.3 * host_us + 20.0)  # one stall of the host must not make the next slice long
-        factor = min(3.0, max(0.5, wanted / spin_us))
-        cycles = self._spin_cycles[short]
-        self._spin_cycles[short] = int(min(cycles * MAX_SPIN_US / spin_us, max(1000, cycles * factor)))
+    def _cycles(self, short: bool, hidden: int) -> int:
+        spin_us = min(MAX_SPIN_US, _MARGIN * hidden * self._host_us[short] + _MARGIN_US)
+        return int(spin_us * self._cycles_per_us)
+
+    def _learn(self, short: bool, host_us: float, cycles_per_us: float, *, late: bool) -> None:
+        """Slowly what one launch took the host, so that one stall of it does not make the next slice long; at once,
+        though not all of it, where the spin was too short."""
+        known = self._host_us[short]
+        self._host_us[short] = min(max(host_us, known), 2 * known) if late else known + 0.2 * (host_us - known)
+        self._cycles_per_us = cycles_per_us

@@ -9,7 +9,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from sglang_moe_autotune import timing  # noqa: E402 - needs torch, which not every environment has
+from sglang_moe_autotune import pace, timing  # noqa: E402 - needs torch, which not every environment has
 from sglang_moe_autotune.launch import rebind  # noqa: E402 - needs torch, which not every environment has
 from sglang_moe_autotune.timing import PairTimer, Planned, Rotation, plan  # noqa: E402 - needs torch, which not every environment has
 
@@ -113,6 +113,7 @@ def test_samples_are_the_times_of_each_side(device: Device, expected: float) -> 
 
 def test_a_slice_holds_what_fits_it_and_a_candidate_that_never_ran_one_launch(device: Device) -> None:
     timer = PairTimer()
+    timer.time(*[side(device, lambda _: 100.0)] * 2, Rotation(4, 4), (100.0, 100.0), 1, 1000.0)  # ends the rest
     sides = side(device, lambda _: 100.0), side(device, lambda _: 100.0)
     assert len(timer.time(*sides, Rotation(4, 4), (100.0, 100.0), 50, 1000.0).samples) == 3
     assert len(timer.time(*sides, Rotation(4, 4), (100.0, 100.0), 2, 1000.0).samples) == 2
@@ -120,61 +121,100 @@ def test_a_slice_holds_what_fits_it_and_a_candidate_that_never_ran_one_launch(de
     assert len(timer.time(*sides, Rotation(4, 4), (float("inf"), 100.0), 50, 1000.0).samples) == 1
 
 
-@pytest.mark.parametrize("expected", [10.0, 300.0], ids=["short", "long"])
-def test_a_slice_whose_launches_came_late_is_dirty_and_lengthens_the_next_spin(
-    device: Device, expected: float
-) -> None:
-    timer = PairTimer()
-    short = expected < 60
-    timer._spin_cycles[short] = 1000
-    device.early = True
-    sides = side(device, lambda _: expected), side(device, lambda _: expected)
-    assert timer.time(*sides, Rotation(4, 4), (expected, expected), 4, 500.0).samples == []
-    assert timer._spin_cycles[short] > 1000
+class Host:
+    """A host that takes a while for each launch, and a GPU that works off what is queued."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, cycles_per_us: float = 1980.0) -> None:
+        self.now_us = self.gpu_us = 0.0
+        self.cycles_per_us = cycles_per_us
+        host = self
+
+        class Event:
+            def __init__(self, enable_timing: bool) -> None:
+                self.at = 0.0
+
+            def record(self) -> None:
+                host.gpu_us = self.at = max(host.gpu_us, host.now_us)
+
+            def query(self) -> bool:
+                return self.at <= host.now_us
+
+            def synchronize(self) -> None:
+                host.now_us = max(host.now_us, self.at)
+
+            def elapsed_time(self, end: Event) -> float:
+                return (end.at - self.at) / 1e3
+
+        monkeypatch.setattr(timing.torch.cuda, "Event", Event)
+        monkeypatch.setattr(timing.torch.cuda, "_sleep", lambda cycles: self.work(cycles / self.cycles_per_us, 1.0))
+        monkeypatch.setattr(timing.time, "perf_counter", lambda: self.now_us / 1e6)
+
+    def work(self, duration_us: float, host_us: float) -> None:
+        self.now_us += host_us
+        self.gpu_us = max(self.gpu_us, self.now_us) + duration_us
+
+    def sides(self, us: float, host_us: float) -> tuple[timing.Side, timing.Side]:
+        return (lambda _r, _l: self.work(0.9 * us, host_us)), (lambda _r, _l: self.work(us, host_us))
 
 
-@pytest.mark.parametrize(("us", "late_us"), [(40.0, 15.0), (150.0, 25.0)], ids=["short", "long"])
+@pytest.mark.parametrize("rest_us", [0.0, 200_000.0], ids=["at once", "after a rest"])
+@pytest.mark.parametrize(("us", "late_us"), [(40.0, 15.0), (150.0, 25.0), (6.0, 12.0)], ids=["short", "long", "tiny"])
 def test_the_time_that_the_host_takes_to_launch_is_not_in_the_samples(
-    monkeypatch: pytest.MonkeyPatch, us: float, late_us: float
+    monkeypatch: pytest.MonkeyPatch, us: float, late_us: float, rest_us: float
 ) -> None:
-    """A host that takes a while for each launch, and a GPU that works off what is queued: one pair a slice."""
-    now = {"host": 0.0, "gpu": 0.0}
-
-    class Event:
-        def __init__(self, enable_timing: bool) -> None:
-            self.at = 0.0
-
-        def record(self) -> None:
-            now["gpu"] = self.at = max(now["gpu"], now["host"])
-
-        def query(self) -> bool:
-            return self.at <= now["host"]
-
-        def synchronize(self) -> None:
-            now["host"] = max(now["host"], self.at)
-
-        def elapsed_time(self, end: Event) -> float:
-            return (end.at - self.at) / 1e3
-
-    def work(duration_us: float, host_us: float) -> None:
-        now["host"] += host_us
-        now["gpu"] = max(now["gpu"], now["host"]) + duration_us
-
-    monkeypatch.setattr(timing.torch.cuda, "Event", Event)
-    monkeypatch.setattr(timing.torch.cuda, "_sleep", lambda cycles: work(cycles / 1700, 1.0))
-    monkeypatch.setattr(timing.time, "perf_counter", lambda: now["host"] / 1e6)
-    timer, sides = PairTimer(), [lambda _r, _l, n=n: work(us * n, late_us) for n in (0.9, 1.0)]
-    timer._spin_cycles = {True: 1000, False: 1000}
+    host, timer = Host(monkeypatch), PairTimer()
+    sides = host.sides(us, late_us)
     samples, dirty = [], 0
     for _ in range(24):
-        timed = timer.time(sides[0], sides[1], Rotation(4, 4), (0.9 * us, us), 1, 2.5 * us)
+        timed = timer.time(*sides, Rotation(4, 4), (0.9 * us, us), 16, 1000.0)
         samples += timed.samples
         dirty += not timed.samples
-        now["host"] += 5000.0
-    assert dirty < 8
+        host.now_us += 500.0 + rest_us
+    assert dirty < 4
     for sample in samples:
         assert sample.candidate_us == pytest.approx(0.9 * us)
         assert sample.baseline_us == pytest.approx(us)
+
+
+@pytest.mark.parametrize("slice_us", [500.0, 20_000.0])
+def test_slices_of_one_pair_and_of_many_in_turn_are_clean(monkeypatch: pytest.MonkeyPatch, slice_us: float) -> None:
+    """As where one GEMM wants one more sample and the other one wants many: each has the spin that it needs, and none
+    has more launches than a spin can hide."""
+    host, timer = Host(monkeypatch), PairTimer()
+    sides, found = host.sides(10.0, 9.0), {1: 0, 400: 0}
+    for _ in range(20):
+        for count in found:
+            found[count] += bool(timer.time(*sides, Rotation(4, 4), (9.0, 10.0), count, slice_us).samples)
+            host.now_us += 300.0
+    assert min(found.values()) >= 18, found
+
+
+def test_a_slice_in_which_the_host_was_late_gives_no_samples_and_makes_the_next_one_clean(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    host, timer = Host(monkeypatch), PairTimer()
+
+    def counts(host_us: float) -> list[int]:
+        sides = host.sides(10.0, host_us)
+        return [len(timer.time(*sides, Rotation(4, 4), (9.0, 10.0), 1, 1000.0).samples) for _ in range(4)]
+
+    assert counts(8.0)[-1] == 1
+    assert counts(24.0) == [0, 0, 1, 1]
+    assert counts(8.0) == [1, 1, 1, 1]
+
+
+def test_no_spin_is_longer_than_it_may_be_also_where_the_clocks_fell_during_a_rest(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    host, timer = Host(monkeypatch), PairTimer()
+    sides, spins = host.sides(10.0, 9.0), []
+    for turn in range(40):
+        host.cycles_per_us = 345.0 if turn % 8 == 0 else 1980.0
+        timed = timer.time(*sides, Rotation(4, 4), (9.0, 10.0), 16, 1000.0)
+        spins.append(timed.device_us - timed.launched_us)
+        host.now_us += 300.0 if turn % 8 != 7 else 5e6
+    assert max(spins) <= 1000.0
+    assert max(spins[1:8]) <= pace.MAX_SPIN_US
 
 
 def test_only_the_named_tensors_of_a_launch_are_replaced() -> None:
