@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 _RUNS_AT_ONCE = 16
 _RUN_US_PER_BYTE = 5 / 2e6
 """poisoning writes an output, a comparison reads two and writes bytes; at 2 TB/s"""
+_OPERATIONS_PER_RUN = 8
+"""of a comparison, each of which takes the host about as long as a launch does"""
 _HOPELESS = 3.0
 """A first launch this many times the baseline's is told to the search; less may be the cold start of a binary."""
 _WARM_TRIES = 12
@@ -316,7 +318,9 @@ class DeviceBench:
     def _terms(self, gemm: Gemm, config: KernelConfig) -> correctness.Terms:
         """As many runs a step as fit a slice, each with the poisoning before it and the comparison after it."""
         written_bytes = self.scratch.view(gemm, self.scratch.output).nbytes
-        run_us = self._expected_us.get((gemm, config), self.launch_us) + _RUN_US_PER_BYTE * written_bytes + 20.0
+        host_us = _OPERATIONS_PER_RUN * self._provider.timer.host_us
+        device_us = self._expected_us.get((gemm, config), self.launch_us) + _RUN_US_PER_BYTE * written_bytes
+        run_us = max(host_us, device_us + 20.0)
         at_once = max(1, min(_RUNS_AT_ONCE, int(0.6 * self._provider.slice_us / run_us)))
         allowed = correctness.tolerance(self._shape.activation_dtype, self._shape.dtype)
         return correctness.Terms(allowed, self._share.runs, at_once, self._provider.bit_equal)

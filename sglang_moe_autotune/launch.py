@@ -23,7 +23,7 @@ from triton.runtime.cache import get_cache_key, get_cache_manager
 from triton.runtime.jit import JITFunction
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
 Json = dict[str, Any]
 
@@ -46,6 +46,8 @@ class Binary(NamedTuple):
     hash: str
     bound: tuple[Any, ...]
     """every argument of the kernel in order, as a compiled kernel takes them"""
+    key: tuple[Any, ...] = ()
+    """what Triton's own cache in memory goes by: launches with equal ones need the same object"""
 
     @property
     def metadata_name(self) -> str:
@@ -123,28 +125,44 @@ class LaunchRecorder:
         return function(*args, **kwargs) if self._quantise is None else self._quantise(function, args, kwargs)
 
 
-def binary_of(launch: Launch, device: int) -> Binary:
-    """The binary that Triton would look for. Pure Python: no compile, no launch, no new cache entry."""
+def binary_of(launch: Launch, device: int, like: Binary | None = None) -> Binary:
+    """The binary that Triton would look for. Pure Python: no compile, no launch, no new cache entry.
+
+    like: of another launch of the same kernel; where this one needs the same, nothing but its arguments is new, which
+    takes a small part of the time.
+    """
     kernel = launch.kernel
     _, _, target, backend, binder = kernel.device_caches[device]
     kwargs = dict(launch.kwargs)
     kwargs["debug"] = kwargs.get("debug", kernel.debug) or knobs.runtime.debug
     kwargs["instrumentation_mode"] = knobs.compilation.instrumentation_mode
     bound, specialization, options = binder(*launch.args, **kwargs)
+    key = (tuple(specialization), tuple(options.items()))
+    if like is not None and like.key == key:
+        return like._replace(bound=tuple(bound.values()))
     options, signature, constants, attributes = kernel._pack_args(
         backend, kwargs, bound, specialization, options
     )
     source = ASTSource(kernel, signature, constants, attributes)
     options = make_backend(target).parse_options(dict(options.__dict__))
-    return Binary(source, target, options, cache_hash(source, target, options), tuple(bound.values()))
+    return Binary(source, target, options, cache_hash(source, target, options), tuple(bound.values()), key)
 
 
-def rebind(bound: tuple[Any, ...], swap: dict[int, Any]) -> tuple[Any, ...]:
-    """The arguments of a launch with some tensors, named by their address, replaced.
+def rebind(bound: tuple[Any, ...], swaps: Sequence[Mapping[int, Any]]) -> list[tuple[Any, ...]]:
+    """The arguments of a launch with some tensors, named by their address, replaced; once for each of ``swaps``, which
+    name the same ones.
 
     By address, because SGLang may hand out a new view of the same weights each time it is asked for them.
     """
-    return tuple(swap.get(value.data_ptr(), value) if hasattr(value, "data_ptr") else value for value in bound)
+    tensors = {i: value.data_ptr() for i, value in enumerate(bound) if hasattr(value, "data_ptr")}
+    named = {i: at for i, at in tensors.items() if at in swaps[0]}
+    found = []
+    for swap in swaps:
+        these = list(bound)
+        for i, at in named.items():
+            these[i] = swap[at]
+        found.append(tuple(these))
+    return found
 
 
 def cache_hash(source: ASTSource, target: Any, options: Any) -> str:

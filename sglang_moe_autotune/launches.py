@@ -56,15 +56,18 @@ class Launches:
         if place not in self._candidates:
             try:
                 launches = [self._record(gemm, config, 0, routing)[0] for routing in TIMED_ROUTINGS]
-                binaries = [launch.binary_of(made, self._device) for made in launches]
+                binary = launch.binary_of(launches[0], self._device)
+                binaries = [binary, *(launch.binary_of(made, self._device, binary) for made in launches[1:])]
             except torch.OutOfMemoryError as error:  # a RuntimeError that says nothing about the candidate
                 raise Declined(NO_MEMORY) from error
             except REFUSALS as error:
                 self._candidates[place] = f"SGLang refuses this launch: {type(error).__name__}: {error}"
             else:
+                for other, routing in zip(binaries, TIMED_ROUTINGS, strict=True):
+                    _same(gemm, routing, other, binary)
                 swaps = self._swaps(gemm)
-                table = [[launch.rebind(b.bound, swap) for swap in swaps] for b in binaries]
-                self._candidates[place] = Candidate(binaries[0], launches[0], table)
+                table = [launch.rebind(b.bound, swaps) for b in binaries]
+                self._candidates[place] = Candidate(binary, launches[0], table)
         return self._candidates[place]
 
     def refuse(self, gemm: Gemm, config: KernelConfig, reason: str) -> None:
@@ -105,9 +108,11 @@ class Launches:
     def into(self, gemm: Gemm, config: KernelConfig, routing: str) -> correctness.Launch:
         """Launches of a config with a routing of a comparison, a layer for each routing, into a place that is given."""
         made, c = self._record(gemm, config, correctness.ROUTINGS.index(routing), routing)
-        binary, candidate = launch.binary_of(made, self._device), self.candidate(gemm, config)
-        if isinstance(candidate, str) or binary.hash != candidate.binary.hash:
-            raise Declined(f"the {gemm} launch of routing {routing} needs another binary than the one measured")
+        candidate = self.candidate(gemm, config)
+        if isinstance(candidate, str):
+            raise Declined(f"the {gemm} launch was refused: {candidate}")
+        binary = launch.binary_of(made, self._device, candidate.binary)
+        _same(gemm, routing, binary, candidate.binary)
         run = self.load(gemm, config)[(*made.grid, 1, 1)[:3]]
         place = next(i for i, value in enumerate(binary.bound) if value is c)
 
@@ -147,3 +152,8 @@ class Launches:
                     raise Declined("the layers of this shape do not share one binary: their weights are aligned unlike")
         pairs = [zip(first, these, strict=True) for these in operands]
         return [{a.data_ptr(): b for a, b in pair if a is not None and b is not None} for pair in pairs]
+
+
+def _same(gemm: Gemm, routing: str, binary: launch.Binary, measured: launch.Binary) -> None:
+    if binary.hash != measured.hash:
+        raise Declined(f"the {gemm} launch of routing {routing} needs another binary than the one measured")

@@ -65,6 +65,8 @@ class Lookup:
         self.fit: Callable[[CallKey, int, ConfigPair], ConfigPair | None] | None = None
         """a pair that this GPU can launch in place of SGLang's own, None where that can be launched"""
         self._fitted: dict[tuple[Call, int], ConfigPair] = {}
+        self.overridden: Callable[[], bool] = lambda: False
+        """Does something that goes before both answer now? Then there is no row, and no first miss."""
 
     def answer(self, key: Call, M: int, return_down_config: bool) -> Any | None:  # noqa: N803
         """A fresh answer in SGLang's return shape, or None for a miss."""
@@ -72,7 +74,7 @@ class Lookup:
         row = rows.get(M) if rows is not None else None
         if self.asked is not None:
             self.asked[key, M] = None if row is None else self._table[CallKey(*key)][M]
-        if row is None:
+        if row is None or self.overridden():
             return None
         up, down, block_m = row
         return (up.copy(), (down.copy(), block_m)) if return_down_config else up.copy()
@@ -86,11 +88,11 @@ class Lookup:
         place = (key, M)
         if (count := self.missed.get(place)) is not None:
             self.missed[place] = count + 1
-        else:
+        elif not self.overridden():
             named = CallKey(*key)
             if not named.synthetic:
                 self._first_miss(named, M, read_answer(answer))
-        if not self._fitted or (pair := self._fitted.get(place)) is None:
+        if not self._fitted or (pair := self._fitted.get(place)) is None or self.overridden():
             return None
         if not isinstance(answer, tuple):
             return pair.up.to_dict()

@@ -159,7 +159,7 @@ def on_lookup(
             # torch.Size is a tuple with an equal hash, so a table keyed by tuples finds it as it is.
             block = (block_shape[0], block_shape[1]) if block_shape else None
             key = (w1_shape, w2_shape, top_k, dtype, block, per_channel_quant)
-            if state.overlays and (answer := state.answer(key, M, return_down_config)) is not None:
+            if state.overlays and (answer := state.lookup.answer(key, M, return_down_config)) is not None:
                 return answer
         except Exception as error:  # noqa: BLE001 - logged there
             _LOOKUP_FENCE.trip(error)
@@ -169,7 +169,7 @@ def on_lookup(
     )
     if state is not None:
         try:
-            fitted = state.missed(key, M, answer)
+            fitted = state.lookup.miss(key, M, answer)
             answer = answer if fitted is None else fitted
         except Exception as error:  # noqa: BLE001 - logged there
             _LOOKUP_FENCE.trip(error)

@@ -9,7 +9,7 @@ import torch
 
 from sglang_moe_autotune import correctness
 from sglang_moe_autotune.layers import Buffers
-from sglang_moe_autotune.search_space import EIGHT_BIT
+from sglang_moe_autotune.search_space import AXES, EIGHT_BIT
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -110,7 +110,8 @@ class Scratch:
         self._pool = None
 
     def fill(self, routings: tuple[str, ...]) -> Iterator[None]:
-        """Random activations and the named routings, one at a step; ``uniform-2`` is another draw of ``uniform``."""
+        """Random activations and the named routings, for each size of a tile's rows; ``uniform-2`` is another draw of
+        ``uniform``. A step makes one of them."""
         yield from self.refresh()
         shape = self.shape
         for name in dict.fromkeys(routings):
@@ -120,6 +121,9 @@ class Scratch:
                     kind, self.M, shape.E, shape.top_k, self._local_share, self.generator
                 )
             yield
+            for block_m in AXES["BLOCK_SIZE_M"]:  # before a candidate asks: then it would be many in one step
+                self._align_to(name, block_m)
+                yield
 
     def refresh(self) -> Iterator[None]:
         """Other random activations and routing weights in place of those before, a tensor at a step."""
@@ -129,19 +133,20 @@ class Scratch:
             yield
 
     def buffers(self, gemm: Gemm, block_m: int, routing: str, output: torch.Tensor) -> Buffers:
-        """The operands of one launch; ``output`` is this object's ``output`` or ``reference``."""
-        ids = self._ids[routing]
-        if (routing, block_m) not in self._aligned:
-            with self.allocating():
-                aligned = self._align(ids, block_m, self.shape.E)
-                correctness.poison_ids(aligned[0], aligned[1], aligned[2], block_m, self.shape.E)
-                self._aligned[routing, block_m] = aligned
+        """The operands of one launch; ``output`` is this object's ``output`` or ``reference``. Raises KeyError for a
+        routing that was not filled, or a ``block_m`` that is none of the search space."""
         sorted_ids, experts, post_padded = self._aligned[routing, block_m][:3]
         c = self.view(gemm, output)
         return Buffers(
-            self._a[gemm], c if gemm == "down" else c.view(-1, c.shape[-1]), self._weights, ids, sorted_ids, experts,
-            post_padded,
+            self._a[gemm], c if gemm == "down" else c.view(-1, c.shape[-1]), self._weights, self._ids[routing],
+            sorted_ids, experts, post_padded,
         )  # fmt: skip
+
+    def _align_to(self, routing: str, block_m: int) -> None:
+        with self.allocating():
+            aligned = self._align(self._ids[routing], block_m, self.shape.E)
+            correctness.poison_ids(aligned[0], aligned[1], aligned[2], block_m, self.shape.E)
+            self._aligned[routing, block_m] = aligned
 
     def quantise(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """``function(*args, **kwargs)``, a quantisation of one of the activations, made once for all candidates:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import time
@@ -36,7 +37,6 @@ if TYPE_CHECKING:
     from sglang_moe_autotune.bench import BenchmarkProvider
     from sglang_moe_autotune.device import Device
     from sglang_moe_autotune.doorbell import Doorbell
-    from sglang_moe_autotune.lookup import Call
     from sglang_moe_autotune.metrics import Metrics
     from sglang_moe_autotune.peers import Peers
     from sglang_moe_autotune.records import Record, ShapeNote
@@ -59,6 +59,7 @@ class Serving:
         self.hooks = hooks
         self.overlay = Overlay(settings.mode, bit_equal=settings.bit_equal)
         self.lookup = self.overlay.lookup
+        self.lookup.overridden = releases.overridden
         self.recapture = Recapture(settings, self.lookup, lambda: self.overlay.shapes)
         self.heat = Heat()
         self.compiles = CompileCount()
@@ -101,14 +102,6 @@ class Serving:
         self._served = False
         """was there a batch since the last idle pass? Its hook runs before it, and it may take seconds"""
         self.idle_time = IdleTime(self._last_request_s)
-
-    def answer(self, key: Call, M: int, return_down_config: bool) -> Any | None:  # noqa: N803
-        """A learned row; None on a miss or under SGLang's own ``override_config``."""
-        answer = self.lookup.answer(key, M, return_down_config)
-        return None if answer is not None and releases.overridden() else answer
-
-    def missed(self, key: Call, M: int, answer: Any) -> Any | None:  # noqa: N803
-        return None if releases.overridden() else self.lookup.miss(key, M, answer)
 
     def batch(self, scheduler: Any, batch: Any) -> None:
         self._idled, self._rest_until_s = False, 0.0
@@ -236,8 +229,11 @@ class Serving:
 
     def _step(self, *, deep_idle: bool) -> Step:
         """One step of the tuner. A fault drops its job, and the tuner goes on with another one; after a few in a
-        row it is the fence's turn."""
+        row it is the fence's turn. No garbage is collected in it: that goes over the young objects of all of SGLang,
+        for milliseconds."""
         assert self.tuner is not None  # noqa: S101 - for the type checker
+        collects = gc.isenabled()
+        gc.disable()
         try:
             with self.compiles:
                 if self.doubts.ready(deep_idle=deep_idle):
@@ -252,6 +248,9 @@ class Serving:
             if self._faults == 1:
                 logger.exception("MoE autotune put an M off because of a fault in tuning it.")
             return "worked"
+        finally:
+            if collects:
+                gc.enable()
 
     def _observe(self, began_s: float, now: float, *, launched: bool) -> None:
         taken_s = time.perf_counter() - began_s

@@ -156,6 +156,11 @@ class PairTimer:
             samples.append(Sample(first, second) if plans[pair][0].candidate else Sample(second, first))
         return Timed(samples, device_us, launched_us)
 
+    @property
+    def host_us(self) -> float:
+        """What one of many short launches takes the host, as of late."""
+        return self._host_us[True]
+
     def _take_events(self, count: int) -> list[torch.cuda.Event]:
         while len(self._events) < count:
             self._events.append(torch.cuda.Event(enable_timing=True))

@@ -475,6 +475,28 @@ def test_passes_with_nothing_to_do_rest_for_a_millisecond_and_whatever_brings_wo
     assert told["standing aside"] == [[0, 100], "standing aside", 1]
 
 
+def collecting() -> list[list[bool]]:
+    import builtins
+    import gc
+
+    world = builtins.world  # type: ignore[attr-defined]
+    state = world.fresh()
+    scheduler, told = world.Scheduler(), []
+    kept, state.tuner.step = state.tuner.step, lambda deep_idle: told.append(gc.isenabled()) or kept(deep_idle)
+    rows = []
+    for enabled in (True, False):
+        (gc.enable if enabled else gc.disable)()
+        scheduler.on_idle()
+        rows.append([enabled, told[-1], gc.isenabled()])
+    gc.enable()
+    return rows
+
+
+@pytest.mark.sglang
+def test_no_garbage_is_collected_in_a_pass_and_collecting_is_as_it_was_after_it(world: SchedulerProcess) -> None:
+    assert world.run(collecting) == [[True, False, True], [False, False, False]]
+
+
 def over_its_bound() -> dict[str, object]:
     import builtins
     import logging

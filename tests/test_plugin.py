@@ -865,7 +865,7 @@ def break_hooks() -> dict[str, object]:
 
     given.learn(160)
     stub = given.Stub()
-    serving.answer, serving.idle, serving.batch, serving.loaded = fail, fail, fail, fail
+    serving.lookup.answer, serving.idle, serving.batch, serving.loaded = fail, fail, fail, fail
     serving.requests, serving.state, serving.tuner = fail, "idle", None
     answers = [given.ask(160) == given.ask(160, releases.stock_lookup()) for _ in range(3)]
     for _ in range(3):

@@ -218,7 +218,9 @@ def test_no_spin_is_longer_than_it_may_be_also_where_the_clocks_fell_during_a_re
 
 
 def test_only_the_named_tensors_of_a_launch_are_replaced() -> None:
-    a, b, other = torch.zeros(2), torch.zeros(2), torch.ones(2)
+    a, b = torch.zeros(2), torch.zeros(2)
+    others = torch.ones(2), torch.ones(2)
     bound = (a, None, b, 7, a)
-    found = rebind(bound, {a.data_ptr(): other})
-    assert all(x is y for x, y in zip(found, (other, None, b, 7, other), strict=True))
+    swaps = [{a.data_ptr(): other} for other in others]
+    for other, found in zip(others, rebind(bound, swaps), strict=True):
+        assert all(x is y for x, y in zip(found, (other, None, b, 7, other), strict=True))
