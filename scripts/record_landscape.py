@@ -38,7 +38,7 @@ from sglang_moe_autotune.shapes import GEMMS, ConfigPair, Gemm, KernelConfig, Mo
 from sglang_moe_autotune.warm import WarmProvider
 
 if TYPE_CHECKING:
-    from sglang_moe_autotune.bench import Bench, Sample
+    from sglang_moe_autotune.bench import Bench, Readiness, Sample
 
 DEFAULT_M = "2,8,16,32,64,128,256,512,1024,4096"
 SAMPLES = 3
@@ -46,6 +46,8 @@ FINALS = ((96, 12), (24, 48))
 """how many of the fastest launches of each GEMM are timed again, from nothing, and with how many samples"""
 SLICE_US = 20_000.0
 MAX_DIRTY = 20
+STEPS = 4
+"""of a bench, at most, from a launch that it has not met to one that can be made"""
 TELL_EVERY_S = 5.0
 MORE_S = 1.1
 """An M is begun while so many times the last one's seconds are left: what is half measured is lost."""
@@ -156,7 +158,7 @@ class Recording:
                 told_s = now_s
                 print(f"    {total - len(waiting)} of {total} launches done", flush=True)
             gemm, config = waiting.popleft()
-            state = bench.readiness(gemm, config)
+            state = asked(bench, gemm, config)
             if state == "waiting":
                 waiting.append((gemm, config))
                 fruitless += 1
@@ -200,6 +202,15 @@ class Recording:
         part = self.path.with_suffix(".part")
         part.write_bytes(gzip.compress(text, mtime=0))
         part.replace(self.path)
+
+
+def asked(bench: Bench, gemm: Gemm, config: KernelConfig) -> Readiness:
+    """A launch's readiness once all steps are made that need no compile: it is ordered then, or loaded."""
+    state: Readiness = "waiting"
+    for _ in range(STEPS):
+        if (state := bench.readiness(gemm, config)) != "waiting":
+            break
+    return state
 
 
 def measure(bench: Bench, gemm: Gemm, config: KernelConfig, count: int) -> list[Sample]:

@@ -75,8 +75,8 @@ class Bench(Protocol):
         """Do one step of the set-up (buffers, routings, the baseline's binaries); True when done."""
 
     def readiness(self, gemm: Gemm, config: KernelConfig) -> Readiness:
-        """Ask for the binary of this exact launch; the first call orders it, and none waits for a compile.
-        The call that finds it ready loads it, or finds that it cannot be loaded."""
+        """Ask for the binary of this exact launch; one of the first calls orders it, and none waits for a compile.
+        Those that find it made load it step by step, or find that it cannot be loaded."""
 
     def reason(self, gemm: Gemm, config: KernelConfig) -> str:
         """Why the readiness is ``failed``, for the log and the record."""
@@ -93,7 +93,7 @@ class Bench(Protocol):
     def compare_cases(self) -> int: ...
 
     def adopt(self, pair: ConfigPair) -> Readiness:
-        """Launch the pair once through the very call that serves, so that serving finds it loaded;
+        """Launch the pair once through the very call that serves, a GEMM at a call, so that serving finds it loaded;
         ``failed`` if that would have compiled anything."""
 
     @property

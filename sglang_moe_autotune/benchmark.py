@@ -111,6 +111,7 @@ class DeviceBench:
         self._comparing: tuple[ConfigPair, int, Iterator[Comparison | None]] | None = None
         self._due: tuple[Gemm, KernelConfig] | None = None
         """the candidate that a comparison launches soon, with this routing for the first time"""
+        self._adopted: set[tuple[Gemm, KernelConfig]] = set()
         self._setup: Iterator[None] | None = self._set_up()
         self._device_us = 0.0
 
@@ -127,20 +128,22 @@ class DeviceBench:
         return self._setup is None
 
     def readiness(self, gemm: Gemm, config: KernelConfig) -> Readiness:
+        """One step towards it a call: to record it, to order it, to read its binary, to load that."""
+        fresh = not self._launches.knows(gemm, config)
         candidate = self._candidate(gemm, config)
         if isinstance(candidate, str):
             return "failed"
-        state = self._provider.compiler.readiness(candidate.binary)
-        if state == "ready":
-            known = (gemm, config) in self._expected_us or self._announced(gemm, config)
-            try:
-                self._launches.load(gemm, config)
-            except REFUSALS as error:
-                self._launches.refuse(gemm, config, f"cannot be loaded: {type(error).__name__}: {error}")
-                return "failed"
-            # Loading takes milliseconds, in which the journal's writer is mostly done.
-            return "ready" if known or self._announced(gemm, config) else "waiting"
-        return state
+        state = "waiting" if fresh else self._provider.compiler.readiness(candidate.binary)
+        if state != "ready":
+            return state
+        known = (gemm, config) in self._expected_us or self._announced(gemm, config)
+        try:
+            loaded = self._launches.ready(gemm, config)
+        except REFUSALS as error:
+            self._launches.refuse(gemm, config, f"cannot be loaded: {type(error).__name__}: {error}")
+            return "failed"
+        # Loading takes milliseconds, in which the journal's writer is mostly done.
+        return "ready" if loaded and (known or self._announced(gemm, config)) else "waiting"
 
     def reason(self, gemm: Gemm, config: KernelConfig) -> str:
         candidate = self._candidate(gemm, config)
@@ -203,14 +206,20 @@ class DeviceBench:
 
     def adopt(self, pair: ConfigPair) -> Readiness:
         for gemm in GEMMS:
-            if (state := self.readiness(gemm, pair.of(gemm))) != "ready":
+            config = pair.of(gemm)
+            if (gemm, config) in self._adopted:
+                continue
+            if (state := self.readiness(gemm, config)) != "ready":
                 return state
-        before = self._provider.serving.compiled_here()
-        for gemm in GEMMS:
-            args, named = self._launches.call(gemm, pair.of(gemm), 0, TIMED_ROUTINGS[0])
+            before = self._provider.serving.compiled_here()
+            args, named = self._launches.call(gemm, config, 0, TIMED_ROUTINGS[0])
             self._provider.serving.invoke(*args, **named)
-        torch.cuda.current_stream().synchronize()
-        return "ready" if self._provider.serving.compiled_here() == before else "failed"
+            torch.cuda.current_stream().synchronize()
+            if self._provider.serving.compiled_here() != before:
+                return "failed"
+            self._adopted.add((gemm, config))
+            return "ready" if gemm == GEMMS[-1] else "waiting"
+        return "ready"
 
     @property
     def launch_us(self) -> float:
@@ -238,6 +247,7 @@ class DeviceBench:
         provider.scratch_bytes = scratch.taken_bytes
         yield
         yield from scratch.fill((*TIMED_ROUTINGS, *correctness.ROUTINGS))
+        yield from scratch.make_room()
         for gemm in GEMMS:
             config = self._baseline.of(gemm)
             candidate = self._candidate(gemm, config)

@@ -27,6 +27,9 @@ RUNS_PER_ROUTING = ALONE.runs
 GUARD_ELEMENTS = 256
 """after an output, besides one row: as far as the widest tile reaches over its end"""
 
+TEMPORARIES = 3
+"""float32 copies of a part of an output that live at a time while it is compared"""
+
 _RAGGED = (1, 15, 17, 31, 33, 63, 65, 127, 129, 255, 257)
 _CHUNK_BYTES = 32 << 20
 _OTHER_BITS = 1e-30
@@ -144,6 +147,11 @@ def largest_error(output: torch.Tensor, reference: torch.Tensor) -> torch.Tensor
         error.div_(size.abs_().add_(rms).clamp_min_(1e-6))
         worst = torch.maximum(worst, error.nan_to_num_(nan=float("inf")).max())
     return worst
+
+
+def temporary_bytes(rows: int, columns: int) -> int:
+    """The size of each of the ``TEMPORARIES`` that comparing an output of this size takes at a time, at the most."""
+    return min(4 * rows * columns, _CHUNK_BYTES)
 
 
 def differ(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:

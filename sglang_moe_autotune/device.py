@@ -57,11 +57,11 @@ def open_device(settings: Settings, root: Path | None, layers: LiveLayers, compi
         *(lent, compiler, settings.reserve_mb << 20, settings.slice_us, quarantine), bit_equal=settings.bit_equal
     )
     if settings.mode != "read-only":
-        rehearse(_likely(layers), align)
+        rehearse(likely(layers), align)
     return Device(environment, provider)
 
 
-def _likely(layers: LiveLayers) -> Iterator[MoeShape]:
+def likely(layers: LiveLayers) -> Iterator[MoeShape]:
     """The shapes of these layers; where a model does not say its top_k, with one that models have."""
     for key in sorted(layers.keys, key=repr):
         shape = layers.shape_of(key if key.top_k else key._replace(top_k=min(_TOP_K, key.w1_shape[0])))

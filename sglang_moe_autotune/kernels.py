@@ -25,6 +25,8 @@ class Kernels:
         self._limit = limit
         self._own: OrderedDict[str, Any] = OrderedDict()
         self._borrowed: dict[str, Any] = {}
+        self._read: OrderedDict[str, Any] = OrderedDict()
+        """from the disk cache, and not loaded yet"""
         self.unloaded = 0
         """how many were unloaded so far"""
 
@@ -34,24 +36,36 @@ class Kernels:
     def load(self, made: launch.Launch, binary: launch.Binary, device: int) -> Any:
         """The kernel of a binary: serving's where it has one, else our own, which is loaded where it is not.
 
-        Raises what Triton's cache, its
-        launcher and the driver raise for a binary that is damaged or does not fit. Nothing that was unloaded may still
-        run: call it between slices, with the stream waited for.
+        Raises what Triton's cache, its launcher and the driver raise for a binary that is damaged or does not fit.
+        Nothing that was unloaded may still run: call it between slices, with the stream waited for.
         """
-        if (kernel := self._own.get(binary.hash)) is not None:
+        while not self.step(made, binary, device):
+            pass
+        return self._borrowed.get(binary.hash) or self._own[binary.hash]
+
+    def step(self, made: launch.Launch, binary: launch.Binary, device: int) -> bool:
+        """One step of loading it, a reading of the disk cache or a call of the driver; True where it is loaded. Raises
+        what ``load`` raises."""
+        if binary.hash in self._own:
             self._own.move_to_end(binary.hash)
-            return kernel
-        if (kernel := self._borrowed.get(binary.hash) or launch.loaded(made, device, binary)) is not None:
+            return True
+        if binary.hash in self._borrowed:
+            return True
+        if (kernel := launch.loaded(made, device, binary)) is not None:
             self._borrowed[binary.hash] = kernel
-            return kernel
+            return True
+        if (kernel := self._read.pop(binary.hash, None)) is None:
+            while len(self._read) >= self._limit:
+                self._read.popitem(last=False)
+            self._read[binary.hash] = launch.load(binary)
+            return False
         while len(self._own) >= self._limit:
             _, oldest = self._own.popitem(last=False)
             self._unload(oldest)
             self.unloaded += 1
-        kernel = launch.load(binary)
         kernel._init_handles()
         self._own[binary.hash] = kernel
-        return kernel
+        return True
 
 
 def unload_module(kernel: Any) -> None:

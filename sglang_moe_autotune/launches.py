@@ -80,6 +80,16 @@ class Launches:
         assert not isinstance(candidate, str)  # noqa: S101 - for the type checker
         return self._kernels.load(candidate.recorded, candidate.binary, self._device)
 
+    def ready(self, gemm: Gemm, config: KernelConfig) -> bool:
+        """One step of loading it; True where it is loaded. Raises what ``load`` raises."""
+        candidate = self.candidate(gemm, config)
+        assert not isinstance(candidate, str)  # noqa: S101 - for the type checker
+        return self._kernels.step(candidate.recorded, candidate.binary, self._device)
+
+    def knows(self, gemm: Gemm, config: KernelConfig) -> bool:
+        """Was it recorded, or refused?"""
+        return (gemm, config) in self._candidates
+
     @property
     def rotation(self) -> Rotation:
         """What timed launches vary over."""

@@ -125,6 +125,17 @@ class Scratch:
                 self._align_to(name, block_m)
                 yield
 
+    def make_room(self) -> Iterator[None]:
+        """Have the pool hold what comparisons take for a while, a piece at a step: to get memory from the driver takes
+        longer than to compare."""
+        rows, widest = self.M * self.shape.top_k, max(columns(self.shape, "up"), columns(self.shape, "down"))
+        size = correctness.temporary_bytes(rows, widest)
+        held = []
+        for _ in range(correctness.TEMPORARIES):
+            with self.allocating():
+                held.append(torch.empty(size, dtype=torch.uint8, device=self.output.device))
+            yield
+
     def refresh(self) -> Iterator[None]:
         """Other random activations and routing weights in place of those before, a tensor at a step."""
         self._weights.uniform_(generator=self.generator)

@@ -12,7 +12,7 @@ from sglang_moe_autotune import attachment, deaths, live, releases, startup, swi
 from sglang_moe_autotune.agenda import Agenda
 from sglang_moe_autotune.budget import Budget
 from sglang_moe_autotune.council import Place
-from sglang_moe_autotune.device import make_tuner, open_device
+from sglang_moe_autotune.device import likely, make_tuner, open_device
 from sglang_moe_autotune.doubts import Doubts
 from sglang_moe_autotune.harvest import Harvest
 from sglang_moe_autotune.heat import Heat
@@ -285,6 +285,8 @@ class Serving:
             self.mark = held.journal if held is not None else Journal()
             self.passes.marked = MarkedProvider(device.provider, self.mark)
             self.tuner = self.new_tuner(self.passes.marked, self.agenda)
+            for shape in likely(self.overlay.layers):
+                self.tuner.experience(shape)  # its space takes ten milliseconds to make
         live.start(self)
 
     def look_for_deaths(self) -> str:

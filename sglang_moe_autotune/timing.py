@@ -23,8 +23,9 @@ _HOST_US = {True: 8.0, False: 30.0}
 """of one launch before it was seen: of many short ones, and of the first of long ones"""
 _CYCLES_PER_US = 1000.0
 """of the GPU's clock, before it was seen"""
-_MARGIN, _MARGIN_US = 1.3, 20.0
-"""by which a spin is longer than the host is thought to need"""
+_MARGIN = 1.3
+_MARGIN_US = {True: 20.0, False: 40.0}
+"""by which a spin is longer than the host is thought to need; the first launch of a slice takes now longer, now less"""
 _REST_S = 0.05
 """after which the GPU's clocks may have fallen to a fifth, so that a spin takes five times as long"""
 
@@ -115,7 +116,7 @@ class PairTimer:
         pair_us = inner * ((0.0 if unknown else expected_us[0]) + expected_us[1])
         host_us = 2 * inner * self._host_us[short]
         if short:  # a slice can be longer than a spin
-            count = max(1, min(count, int((MAX_SPIN_US - _MARGIN_US) / (_MARGIN * host_us))))
+            count = max(1, min(count, int((MAX_SPIN_US - _MARGIN_US[short]) / (_MARGIN * host_us))))
         alone = unknown or time.perf_counter() - self._ended_s > _REST_S
         pairs = 1 if alone else pairs_within(pair_us, host_us, count, slice_us)
         events = self._take_events(2 * pairs + 2)
@@ -167,7 +168,7 @@ class PairTimer:
         return self._events[:count]
 
     def _cycles(self, short: bool, hidden: int) -> int:
-        spin_us = min(MAX_SPIN_US, _MARGIN * hidden * self._host_us[short] + _MARGIN_US)
+        spin_us = min(MAX_SPIN_US, _MARGIN * hidden * self._host_us[short] + _MARGIN_US[short])
         return int(spin_us * self._cycles_per_us)
 
     def _learn(self, short: bool, host_us: float, cycles_per_us: float, *, late: bool) -> None:

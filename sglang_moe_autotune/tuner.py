@@ -272,6 +272,7 @@ class Tuner:
             self._settle(entry, experience, job.outcome)
         if self._tell is not None:
             self._tell(entry.shape, entry.M, self._ratios.tried(entry.key, experience, job.outcome.pair))
+        yield "worked"  # giving the bench's memory back takes as long as a step
 
     def _settle(self, entry: Entry, experience: Experience, outcome: Outcome) -> None:
         """Hand the record to the sink; only then is the M done, so that a failing sink loses nothing."""

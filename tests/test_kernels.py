@@ -64,6 +64,22 @@ def test_what_is_used_stays_and_what_was_unloaded_is_loaded_again(driver: Driver
     assert driver.loads == 6
 
 
+def test_loading_is_two_steps_of_which_many_can_be_under_way(driver: Driver) -> None:
+    """Reading the disk cache and the driver's call take about as long: a pass that serves makes one of them."""
+    held = Kernels(driver.unload, limit=8)
+
+    def step(name: str) -> bool:
+        return held.step(SimpleNamespace(), SimpleNamespace(hash=name), 0)  # type: ignore[arg-type]
+
+    names = [f"c{n}" for n in range(8)]
+    assert [step(name) for name in names] == [False] * 8
+    assert driver.loads == 0
+    assert [step(name) for name in names] == [True] * 8
+    assert [step(name) for name in names] == [True] * 8
+    assert driver.loads == 8
+    assert step("s1") is True
+
+
 def test_a_kernel_that_cannot_be_loaded_takes_no_place(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     held = Kernels(driver.unload, limit=3)
     use(held, "a")
