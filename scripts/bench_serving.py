@@ -405,7 +405,7 @@ def startup(bench: Bench) -> None:
     from sglang_moe_autotune import store  # noqa: PLC0415 - of this checkout, where it is not installed
 
     kept: Path = bench.options.keep
-    stock = {"SGLANG_PLUGINS": "serving_probe", "SERVING_PROBE_STOCK": "1"}
+    stock = {"SGLANG_PLUGINS": "serving_probe,lively_weights", "SERVING_PROBE_STOCK": "1"}
     if not (bench.work / "store").exists() and (archive := kept / "store.tar.gz").exists():
         shutil.unpack_archive(archive, bench.work / "store")
     stored = sum(len(store.read(e.path).records) for e in store.environments(bench.work / "store") if e.environment)

@@ -297,7 +297,8 @@ def later_servers(run: Run) -> None:
     run.check("(d) export", done.returncode == 0, (done.stderr or done.stdout).strip()[-300:])
     for file in export.rglob("*.json"):
         shutil.copy(file, run.out / f"export_{'down' if file.stem.endswith('_down') else 'up'}.json")
-    with run.serve("2_exported", SGLANG_MOE_CONFIG_DIR=str(export), SGLANG_PLUGINS="acceptance_probe") as server:
+    stock = {"SGLANG_PLUGINS": "acceptance_probe,lively_weights", "SGLANG_MOE_CONFIG_DIR": str(export)}
+    with run.serve("2_exported", **stock) as server:
         run.findings["tokens_exported"] = tokens_of(server.generate(prompts(), 16))
         log = server.text()
     used, plugged = log.count("Using MoE kernel config from"), "MoE autotune" in log

@@ -247,7 +247,6 @@ class DeviceBench:
         provider.scratch_bytes = scratch.taken_bytes
         yield
         yield from scratch.fill((*TIMED_ROUTINGS, *correctness.ROUTINGS))
-        yield from scratch.make_room()
         for gemm in GEMMS:
             config = self._baseline.of(gemm)
             candidate = self._candidate(gemm, config)

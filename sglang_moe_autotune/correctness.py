@@ -135,18 +135,21 @@ def largest_error(output: torch.Tensor, reference: torch.Tensor) -> torch.Tensor
     the norm of a long row; and with the row's size, as the sum of large products can be small by chance. Rows of zeros
     in the reference (experts of other ranks) must be zeros in the output too.
     """
+    return torch.stack(list(_errors(output, reference))).max()
+
+
+def _errors(output: torch.Tensor, reference: torch.Tensor) -> Iterator[torch.Tensor]:
+    """``largest_error`` of some rows after the other."""
     columns = output.shape[-1]
     out, ref = output.reshape(-1, columns), reference.reshape(-1, columns)
     step = max(1, _CHUNK_BYTES // (4 * columns))
-    worst = torch.zeros((), device=out.device)
     for start in range(0, out.shape[0], step):
         size = ref[start : start + step].float()
         error = out[start : start + step].float().sub_(size).abs_()
         rms = size.norm(dim=1, keepdim=True).mul_(columns**-0.5)
         # A row of zeros has no scale of its own; 1e-6 makes any difference there count as a large one.
         error.div_(size.abs_().add_(rms).clamp_min_(1e-6))
-        worst = torch.maximum(worst, error.nan_to_num_(nan=float("inf")).max())
-    return worst
+        yield error.nan_to_num_(nan=float("inf")).max()
 
 
 def temporary_bytes(rows: int, columns: int) -> int:
@@ -173,10 +176,10 @@ def steps(
 ) -> Iterator[Comparison | None]:
     """Compare what a candidate computes with what the baseline does, on inputs that both find; the verdict comes last.
 
-    A step makes one launch, or judges one, or makes ``at_once`` runs. The first run is compared with the baseline's
-    output within the tolerance. All others are compared with the first one bit by bit: the kernel has no atomic
-    operation on this path and a fixed order of sums, so a correct binary gives the same bits each time, and a race
-    shows however small the number it spoils. ``allocating``: where the temporaries of a comparison come from.
+    A step makes one launch, or looks at some rows of one, or makes ``at_once`` runs. The first run is compared with the
+    baseline's output within the tolerance. All others are compared with the first one bit by bit: the kernel has no
+    atomic operation on this path and a fixed order of sums, so a correct binary gives the same bits each time, and a
+    race shows however small the number it spoils. ``allocating``: where the temporaries of a comparison come from.
     """
     poison(reference.whole)
     baseline(reference)
@@ -184,8 +187,14 @@ def steps(
     poison(output.whole)
     candidate(output)
     yield None
+    error, errors = 0.0, _errors(output.rows, reference.rows)
+    while True:
+        with allocating():
+            if (found := next(errors, None)) is None:
+                break
+            error = max(error, float(found))
+        yield None
     with allocating():
-        error = float(largest_error(output.rows, reference.rows))
         spilled = not bool(_behind(output).isnan().all())
         same = bool(~differ(output.rows.view(-1), reference.rows.view(-1)))
     bound = 0.0 if terms.bit_equal else terms.tolerance

@@ -44,13 +44,16 @@ def columns(shape: MoeShape, gemm: Gemm) -> int:
 def scratch_bytes(shape: MoeShape, M: int, *, flush: bool) -> int:  # noqa: N803
     """What a ``Scratch`` takes: activations of both GEMMs, in 8 bit also quantised, two outputs, and a margin for
     routings, aligned ids and the temporaries of a comparison."""
+    return _operand_bytes(shape, M, flush=flush) + _MARGIN_BYTES
+
+
+def _operand_bytes(shape: MoeShape, M: int, *, flush: bool) -> int:  # noqa: N803
     width = _DTYPES[shape.activation_dtype].itemsize
-    rows = M * shape.top_k
-    inputs = M * shape.K + rows * shape.w1_shape[1]
+    inputs = M * shape.K + M * shape.top_k * shape.w1_shape[1]
     # A quantised element takes one byte and its part of a scale: a float32 for 64 elements at the most. Three times, as
     # launches that were recorded before a ``refresh`` keep theirs, and the next ones are made while the last are there.
     quantised = 3 * inputs * 17 // 16 if shape.dtype in EIGHT_BIT else 0
-    return width * (inputs + 2 * _output_elements(shape, M, flush=flush)) + quantised + _MARGIN_BYTES
+    return width * (inputs + 2 * _output_elements(shape, M, flush=flush)) + quantised
 
 
 def _output_elements(shape: MoeShape, M: int, *, flush: bool) -> int:  # noqa: N803
@@ -79,7 +82,13 @@ class Scratch:
         down_k = up_n if "ungated" in shape.variant else up_n // 2
         free, _ = torch.cuda.mem_get_info()
         self._pool: Any = torch.cuda.MemPool()
+        widest = max(columns(shape, "up"), columns(shape, "down"))
+        temporary = correctness.TEMPORARIES * correctness.temporary_bytes(rows, widest)
+        piece = _operand_bytes(shape, M, flush=flush) + temporary
         with self.allocating():
+            # All of it in one piece from the driver, which the pool cuts up: each piece takes a part of a millisecond,
+            # to get and to give back, and would be got in the middle of a comparison.
+            torch.empty(piece, dtype=torch.uint8, device=device)
             self._a = {
                 "up": torch.empty(M, shape.K, dtype=dtype, device=device),
                 "down": torch.empty(rows, down_k, dtype=dtype, device=device),
@@ -124,17 +133,6 @@ class Scratch:
             for block_m in AXES["BLOCK_SIZE_M"]:  # before a candidate asks: then it would be many in one step
                 self._align_to(name, block_m)
                 yield
-
-    def make_room(self) -> Iterator[None]:
-        """Have the pool hold what comparisons take for a while, a piece at a step: to get memory from the driver takes
-        longer than to compare."""
-        rows, widest = self.M * self.shape.top_k, max(columns(self.shape, "up"), columns(self.shape, "down"))
-        size = correctness.temporary_bytes(rows, widest)
-        held = []
-        for _ in range(correctness.TEMPORARIES):
-            with self.allocating():
-                held.append(torch.empty(size, dtype=torch.uint8, device=self.output.device))
-            yield
 
     def refresh(self) -> Iterator[None]:
         """Other random activations and routing weights in place of those before, a tensor at a step."""
