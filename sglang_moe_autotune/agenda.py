@@ -89,6 +89,8 @@ class Agenda:
         self._closed: set[Key] = set()
         self._rest_until_s = {False: 0.0, True: 0.0}
         self._asked = 0
+        self._deep = False
+        """is the idle time deep, as of the last question?"""
 
     def add(self, shape: MoeShape, M: int, baseline: ConfigPair) -> None:  # noqa: N803
         """Queue an M, unless it is known here, closed, or a stored record holds against the same baseline; where that
@@ -151,14 +153,14 @@ class Agenda:
         for other in self.entries.values():
             other.long = other.long or (other.shape == entry.shape and other.M >= entry.M)
 
+    def sharers(self, entry: Entry) -> list[Entry]:
+        """Itself and the M of its shape that are still searched: not those that are put off."""
+        mine = (e for e in self.entries.values() if e.shape == entry.shape)
+        return [e for e in mine if e is entry or (e.key not in self.deferred and not e.finished)]
+
     def peers(self, entry: Entry) -> list[Entry]:
-        """Itself and the M of its shape that it may wait for: not those that are put off, or wait for deeper idle."""
-        return [
-            e
-            for e in self.entries.values()
-            if e is entry
-            or (e.shape == entry.shape and e.key not in self.deferred and e.long <= entry.long and not e.finished)
-        ]
+        """Of its sharers those that it may wait for: not what waits for deeper idle than there was at last."""
+        return [e for e in self.sharers(entry) if e.long <= (entry.long or self._deep)]
 
     def of(self, shape: MoeShape) -> list[Entry]:
         """The M of a shape that may be begun, now or in deeper idle."""
@@ -194,6 +196,7 @@ class Agenda:
     def next_entry(self, now_s: float, *again: Callable[[Entry], bool], deep_idle: bool) -> Entry | None:
         """The hottest without an answer; when there is none, a settled one for which the first ``again`` holds; when
         there is none of these, one for which the next does."""
+        self._deep = deep_idle
         found = [e for e in self._in_state("queued") if self._ripe(e, now_s, deep_idle=deep_idle)]
         if found:
             return min(found, key=self._order)

@@ -47,15 +47,15 @@ def plan(
     entry: Entry, agenda: Agenda, experience: Experience, options: SearchOptions, min_gain: float
 ) -> Look | None:
     """The next look of this M; None where it needs none. min_gain: of a row, against SGLang's own answer."""
-    peers = agenda.peers(entry)
-    final_s = min(options.final_s, options.finals_s / len(peers))
+    sharers = agenda.sharers(entry)
+    final_s = min(options.final_s, options.finals_s / len(sharers))
     if entry.state == "settled" and entry.record is not None and not worth_another(entry, agenda, experience, options):
         if (given_up := to_give_up(entry, agenda, experience, options)) is None:
             return None
         bar = consolidation.bar(entry.record.evidence, min_gain)
         return Look(experience.chosen[entry.M], bar, final_s, only=experience.winners() - {given_up})
     present = experience.chosen[entry.M] if entry.state == "settled" else entry.baseline
-    new = allowance(entry, peers, experience, options, agenda.sharing)
+    new = allowance(entry, sharers, experience, options, agenda.sharing)
     return Look(present, Bar(min_gain if present == entry.baseline else min_gain / 2), final_s, new)
 
 
@@ -83,23 +83,24 @@ def worth_another(entry: Entry, agenda: Agenda, experience: Experience, options:
 
 
 def allowance(
-    entry: Entry, peers: Sequence[Entry], experience: Experience, options: SearchOptions, sharing: int = 1
+    entry: Entry, sharers: Sequence[Entry], experience: Experience, options: SearchOptions, sharing: int = 1
 ) -> int:
-    """New configs that a search of this M may compile. sharing: processes that search the shape at the same time, each
-    some of its M, and hear of what the others compiled."""
+    """New configs that a search of this M may compile. sharers: the M of the shape that are still searched, those that
+    wait for deeper idle too: launches of many tokens gain most. sharing: processes that search the shape at the same
+    time, each some of its M, and hear of what the others compiled."""
     ordered = len(experience.ordered)
     left = math.ceil(max(0, options.compiled_per_shape - ordered) / sharing)
     if entry.looks == 0:
         nearest = experience.nearest(entry.M)
         distance = _NEW_PER_OCTAVE * octaves(nearest[0], entry.M) if nearest else _MOST_FOR_DISTANCE
-        answered = sum(e.looks > 0 for e in peers)
-        due = math.ceil(options.first_configs * (answered + 1) / len(peers)) - ordered
-        if answered + 1 < len(peers):
+        answered = sum(e.looks > 0 for e in sharers)
+        due = math.ceil(options.first_configs * (answered + 1) / len(sharers)) - ordered
+        if answered + 1 < len(sharers):
             left = min(left, max(0, options.first_configs - ordered))
         return min(left, max(due, round(min(_MOST_FOR_DISTANCE, distance))))
     if entry.looks == 1 or entry.barren >= options.patience:
         return 0
-    waiting = sum(e.looks == entry.looks and _goes_on(e, options) for e in peers)
+    waiting = sum(e.looks <= entry.looks and (e.record is None or _goes_on(e, options)) for e in sharers)
     return min(left, max(_LEAST_SHARE, math.ceil(left / max(1, waiting))))
 
 
