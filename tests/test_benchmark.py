@@ -242,6 +242,64 @@ def test_a_pair_goes_from_set_up_to_adoption(scheduler: SchedulerProcess, layers
     assert all(after == (before + 1) % layers for before, after in following), "a layer came sooner than the others"
 
 
+def slow_things() -> list[list[str]]:
+    import builtins
+
+    from sglang_moe_autotune import launch
+
+    bed = builtins.open_bench(4)  # type: ignore[attr-defined]
+    bench, pair, done = bed.bench, bed.pair(64), []
+    while not bench.prepare():
+        pass
+    kept = launch.cache_hash, launch.load
+
+    def named(*args: object) -> str:
+        done.append("named")
+        return kept[0](*args)
+
+    class Read:
+        """As a kernel from the disk cache; the driver's call is noted."""
+
+        def __init__(self, binary: launch.Binary) -> None:
+            done.append("read")
+            self._kernel = kept[1](binary)
+
+        def _init_handles(self) -> None:
+            done.append("loaded")
+
+        def __getitem__(self, grid: object) -> object:
+            return self._kernel[grid]
+
+    launch.cache_hash, launch.load = named, Read  # type: ignore[assignment]
+    found = []
+
+    def call(make) -> object:  # type: ignore[no-untyped-def] # its source runs elsewhere
+        del done[:], bed.adopted[:]
+        state = make()
+        found.append([*done, *("served" for _ in bed.adopted)])
+        return state
+
+    try:
+        for gemm in ("up", "down"):
+            while call(lambda gemm=gemm: bench.readiness(gemm, pair.of(gemm))) == "waiting":
+                pass
+        while call(lambda: bench.adopt(pair)) == "waiting":
+            pass
+    finally:
+        launch.cache_hash, launch.load = kept
+        bench.close()
+    return found
+
+
+def test_a_call_does_one_thing_at_most_that_takes_a_millisecond(scheduler: SchedulerProcess) -> None:
+    """To name a binary, to read it from the disk, to hand it to the driver, to launch it as serving does."""
+    scheduler.run(prepare)
+    told = scheduler.run(slow_things)
+    assert all(len(things) <= 1 for things in told), told
+    once = ["named", "read", "loaded"]
+    assert [thing for things in told for thing in things] == [*once, *once, "served", "served"]
+
+
 def refusals() -> dict[str, object]:
     import builtins
 
