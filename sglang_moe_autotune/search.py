@@ -25,7 +25,7 @@ from sglang_moe_autotune.search_space import AXES, filled, neighbours
 from sglang_moe_autotune.shapes import GEMMS, ConfigPair, Gemm, KernelConfig, MoeShape
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Generator, Iterable, Iterator
 
     from sglang_moe_autotune.prior import Prior
 
@@ -195,8 +195,9 @@ class Search:
                 yield []
             before, best = best, min(best, best_of(least_by_tile(self._costs())))
             fruitless = 0 if best < before * (1 - self.options.progress) else fruitless + 1
-            again = not self._quick and fruitless < self.options.patience
-            fresh = self._fresh_neighbours() if again else []
+            fresh = []
+            if not self._quick and fruitless < self.options.patience:
+                fresh = yield from self._fresh_neighbours()
         for target, finalists in zip(self.options.final_stages, self.options.finalists, strict=True):
             self._race = dict.fromkeys(self._finalists(finalists))
             yield []
@@ -257,15 +258,19 @@ class Search:
         part = self._allowance if self._quick else math.ceil(self._allowance / 2)
         return [*field, *new[: min(part, self._left)]]
 
-    def _fresh_neighbours(self) -> list[KernelConfig]:
-        """New configs one step from the leaders, the most promising first, as many as this round may compile."""
+    def _fresh_neighbours(self) -> Generator[list[Trial], None, list[KernelConfig]]:
+        """New configs one step from the leaders, the most promising first, as many as this round may compile. Thinks
+        about one leader at a time."""
         size = min(max(2, math.ceil(self._allowance / 4)), self._allowance - self._compiled, self._left)
         if size <= 0:
             return []
         costs = self._costs()
         least = least_by_tile(costs)
-        steps = _Steps(self._rows)
+        steps = _Steps()
         scores: dict[KernelConfig, float] = {}
+        for gemm in GEMMS:
+            steps.see(t for t in self._rows.items() if t[0].gemm == gemm)
+            yield []
         for gemm in GEMMS:
             pair_costs = {
                 t.config: cost + least[t.config.BLOCK_SIZE_M][OTHER[gemm]]
@@ -279,6 +284,7 @@ class Search:
                     place = self._promise.get(near, len(self._promise))
                     score = math.log(pair_costs[leader]) + steps.expected(leader, near) + _PER_RANK * place
                     scores[near] = min(score, scores.get(near, math.inf))
+                yield []
         return sorted(scores, key=lambda c: (scores[c], self._lot(c)))[:size]
 
     def _lot(self, config: KernelConfig) -> int:
@@ -313,14 +319,17 @@ class Search:
 class _Steps:
     """What one step on one axis brought where both ends were measured, in log time."""
 
-    def __init__(self, rows: dict[Trial, Measurement]) -> None:
+    def __init__(self) -> None:
+        self._seen: dict[tuple[object, int, int], list[float]] = {}
+
+    def see(self, rows: Iterable[tuple[Trial, Measurement]]) -> None:
+        """Add what was measured of one GEMM, or of several."""
         lines: dict[tuple[object, ...], list[tuple[int, float]]] = {}
-        for (gemm, config), row in rows.items():
+        for (gemm, config), row in rows:
             if row.logs:
                 values = _values(config)
                 for axis, value in enumerate(values):
                     lines.setdefault((gemm, axis, *values[:axis], *values[axis + 1 :]), []).append((value, row.centre))
-        self._seen: dict[tuple[object, int, int], list[float]] = {}
         for key, line in lines.items():
             for old, before in line:
                 for new, after in line:
