@@ -44,8 +44,8 @@ class Kernels:
         return self._borrowed.get(binary.hash) or self._own[binary.hash]
 
     def step(self, made: launch.Launch, binary: launch.Binary, device: int) -> bool:
-        """One step of loading it, a reading of the disk cache or a call of the driver; True where it is loaded. Raises
-        what ``load`` raises."""
+        """One step of loading it, a reading of the disk cache or a call of the driver (both, where many are read and not
+        loaded yet); True where it is loaded. Raises what ``load`` raises."""
         if binary.hash in self._own:
             self._own.move_to_end(binary.hash)
             return True
@@ -55,10 +55,12 @@ class Kernels:
             self._borrowed[binary.hash] = kernel
             return True
         if (kernel := self._read.pop(binary.hash, None)) is None:
-            while len(self._read) >= self._limit:
-                self._read.popitem(last=False)
-            self._read[binary.hash] = launch.load(binary)
-            return False
+            kernel = launch.load(binary)
+            if len(self._read) < self._limit:
+                self._read[binary.hash] = kernel
+                return False
+            # More are asked for in turn than there are places. Where each drove out another one, none would be loaded.
+            self._read.popitem(last=False)
         while len(self._own) >= self._limit:
             _, oldest = self._own.popitem(last=False)
             self._unload(oldest)

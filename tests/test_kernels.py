@@ -80,6 +80,18 @@ def test_loading_is_two_steps_of_which_many_can_be_under_way(driver: Driver) -> 
     assert step("s1") is True
 
 
+def test_more_than_are_held_at_a_time_get_loaded_all_the_same(driver: Driver) -> None:
+    """A search asks for its candidates in turn: where each one that is read drove out the next, none would be loaded."""
+    held, waiting, asked = Kernels(driver.unload, limit=8), [f"c{n}" for n in range(20)], 0
+    while waiting:
+        name = waiting.pop(0)
+        if not held.step(SimpleNamespace(), SimpleNamespace(hash=name), 0):  # type: ignore[arg-type]
+            waiting.append(name)
+        asked += 1
+        assert asked < 100, f"{len(waiting)} are never loaded"
+    assert (driver.loads, driver.most) == (20, 8)
+
+
 def test_a_kernel_that_cannot_be_loaded_takes_no_place(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     held = Kernels(driver.unload, limit=3)
     use(held, "a")
