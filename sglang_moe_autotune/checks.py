@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Final, Literal
 from sglang_moe_autotune.accord import Finding, Proposal
 from sglang_moe_autotune.bench import Declined
 from sglang_moe_autotune.inspection import inspect
+from sglang_moe_autotune.patience import Patience
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
@@ -19,7 +20,7 @@ Step = Literal["worked", "waiting", "nothing"]
 FAULT: Final = "a fault while it was measured"
 """the reason of a proposal that was refused for an exception of the bench, which says nothing of the row"""
 _WAIT_S = 5.0
-"""without the binary getting ready; then the proposal is put off"""
+"""of asking, without the binary getting ready; then the proposal is put off"""
 _RETRY_S = 5.0
 _LONGEST_RETRY_S = 600.0
 _REST_S = 0.02
@@ -123,7 +124,7 @@ class Checks:
             raise Declined(opened)
         self._bench = bench = opened
         yield "worked"
-        steps, waited = inspect(bench, record), self._clock()
+        steps, patience = inspect(bench, record), Patience(_WAIT_S, self._clock)
         noted = False
         while True:
             try:
@@ -132,11 +133,11 @@ class Checks:
                 found = done.value
                 break
             if progress == "waiting":
-                if self._clock() - waited > _WAIT_S:
+                if patience.ended():
                     raise Declined("its binary is not ready")
                 yield from self._rest()
                 continue
-            waited = self._clock()
+            patience.renew()
             if not noted and bench.launch_us > self._slice_us and self._current is not None:
                 noted = self._current.long = True  # from here on in deep idle only
             yield "worked"
@@ -144,8 +145,8 @@ class Checks:
             raise Declined(found.reason)
         if found.outcome != "holds":
             return Finding(proposal.id, "refused", samples=found.evidence.samples, reason=found.reason)
-        give_up_s = self._clock() + _WAIT_S
-        while (state := bench.adopt(record.pair)) == "waiting" and self._clock() < give_up_s:
+        patience.renew()
+        while (state := bench.adopt(record.pair)) == "waiting" and not patience.ended():
             yield from self._rest()
         yield "worked"
         if state == "waiting":

@@ -16,6 +16,7 @@ import msgspec
 
 from sglang_moe_autotune.bench import DIRTY, Declined, Sample
 from sglang_moe_autotune.decision import LOOKS, Estimate, PairedTest
+from sglang_moe_autotune.patience import Patience
 from sglang_moe_autotune.records import Evidence
 from sglang_moe_autotune.search import Search, SearchOptions
 from sglang_moe_autotune.search_space import same_launches
@@ -54,7 +55,7 @@ class JobOptions(msgspec.Struct, frozen=True):
     pairs: int = 3
     """tried in turn where outputs disagree or adoption fails"""
     compile_wait_s: float = 600.0
-    """without any binary getting ready; then the job goes on without those it waits for"""
+    """of asking, without any binary getting ready; then the job goes on without those it waits for"""
     poll_s: float = 0.02
     """between two looks at binaries that were all being compiled"""
     search: SearchOptions = SearchOptions()
@@ -181,7 +182,7 @@ class Job:
             if not wanted:
                 yield "worked"
             waiting = deque(wanted)
-            fruitless, looks, moved_s = 0, 0, self._clock()
+            fruitless, looks, patience = 0, 0, Patience(self._options.compile_wait_s, self._clock)
             while waiting:
                 trial = waiting.popleft()
                 if not search.count(trial):
@@ -192,14 +193,15 @@ class Job:
                         waiting.append(trial)
                         fruitless, looks = fruitless + 1, looks + 1
                         yield "worked"
-                        if self._clock() - moved_s > self._options.compile_wait_s:
+                        if patience.ended():
                             search.drop(trial)
                             self._why = "their binaries did not come"
                         elif fruitless >= len(waiting) and looks >= _LOOKS:
                             fruitless = 0
                             yield from self._rest()
                         continue
-                    fruitless, looks, moved_s = 0, 0, self._clock()
+                    fruitless, looks = 0, 0
+                    patience.renew()
                     if state == "failed":
                         reason = self._bench.reason(*trial)
                         self._why = self._why or reason
@@ -257,8 +259,8 @@ class Job:
         if proven is None:
             return True
         self.phase = "adopting"
-        give_up_s = self._clock() + self._options.compile_wait_s
-        while (state := self._bench.adopt(pair)) == "waiting" and self._clock() < give_up_s:
+        patience = Patience(self._options.compile_wait_s, self._clock)
+        while (state := self._bench.adopt(pair)) == "waiting" and not patience.ended():
             yield "worked"
             yield from self._rest()
         yield "worked"
@@ -287,10 +289,10 @@ class Job:
     def _await(self, pair: ConfigPair) -> Generator[Progress, None, bool]:
         """Until both can be launched in this bench: another one measured them, where this job was interrupted. False
         where one cannot."""
-        give_up_s, ready = self._clock() + self._options.compile_wait_s, True
+        patience, ready = Patience(self._options.compile_wait_s, self._clock), True
         for gemm in GEMMS:
             looks = 0
-            while (state := self._bench.readiness(gemm, pair.of(gemm))) == "waiting" and self._clock() < give_up_s:
+            while (state := self._bench.readiness(gemm, pair.of(gemm))) == "waiting" and not patience.ended():
                 looks += 1
                 yield "worked"
                 if looks >= _LOOKS:

@@ -44,8 +44,8 @@ class Kernels:
         return self._borrowed.get(binary.hash) or self._own[binary.hash]
 
     def step(self, made: launch.Launch, binary: launch.Binary, device: int) -> bool:
-        """One step of loading it, a reading of the disk cache or a call of the driver (both, where many are read and not
-        loaded yet); True where it is loaded. Raises what ``load`` raises."""
+        """One step of loading it, a reading of the disk cache or a call of the driver (both, where many are read and
+        not loaded yet); True where it is loaded. Raises what ``load`` raises."""
         if binary.hash in self._own:
             self._own.move_to_end(binary.hash)
             return True

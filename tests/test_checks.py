@@ -148,6 +148,22 @@ def test_a_binary_that_is_not_ready_holds_nobody_up() -> None:
     assert rank.found[-1].outcome in ("holds", "unsure")
 
 
+def test_requests_between_two_looks_at_a_binary_put_nothing_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    rank, answers = Rank(), iter(["waiting", "waiting"])
+    kept = ReplayBench.adopt
+
+    def adopt(bench: ReplayBench, pair: Any) -> Any:
+        if (answer := next(answers, None)) is None:
+            return kept(bench, pair)
+        rank.provider.wait(60.0)
+        return answer
+
+    monkeypatch.setattr(ReplayBench, "adopt", adopt)
+    rank.checks.add(proposal())
+    rank.run()
+    assert [f.outcome for f in rank.found] == ["holds"]
+
+
 def test_a_fault_of_the_bench_refuses_its_proposal_and_leaves_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
     rank = Rank()
     rank.checks.add(proposal())

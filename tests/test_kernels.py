@@ -81,7 +81,7 @@ def test_loading_is_two_steps_of_which_many_can_be_under_way(driver: Driver) -> 
 
 
 def test_more_than_are_held_at_a_time_get_loaded_all_the_same(driver: Driver) -> None:
-    """A search asks for its candidates in turn: where each one that is read drove out the next, none would be loaded."""
+    """A search asks for its candidates in turn: where each that is read drove out the next, none would be loaded."""
     held, waiting, asked = Kernels(driver.unload, limit=8), [f"c{n}" for n in range(20)], 0
     while waiting:
         name = waiting.pop(0)

@@ -233,6 +233,29 @@ def test_a_binary_that_never_comes_does_not_hold_up_the_job_for_ever() -> None:
     assert set(last(bed.records)) == {3}
 
 
+def test_a_server_that_was_busy_for_an_hour_drops_nothing_that_was_compiled_meanwhile() -> None:
+    """A binary that is there takes some more questions to be loaded."""
+    asked: dict[tuple[str, Any], int] = {}
+    compiled = False
+
+    def readiness(gemm: str, config: Any) -> str | None:
+        if not compiled:
+            return "waiting"
+        count = asked[gemm, config] = asked.get((gemm, config), 0) + 1
+        return "waiting" if count < 4 else None
+
+    bed = Bed(Watched(readiness=readiness)).add(3)
+    for _ in range(200):
+        bed.tuner.step(deep_idle=True)
+    bed.provider.replay.wait(3600.0)
+    compiled = True
+    bed.finish()
+    experience = bed.tuner.experience(SHAPE)
+    known = {trial.config for trial in (*experience.measured[3], *experience.failed)}
+    assert known == set(experience.ordered)
+    assert len(known) > len({trial.config for trial in experience.failed})
+
+
 # -- order -------------------------------------------------------------------------------------------------------------
 
 
