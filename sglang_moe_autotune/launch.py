@@ -47,7 +47,7 @@ class Binary(NamedTuple):
     bound: tuple[Any, ...]
     """every argument of the kernel in order, as a compiled kernel takes them"""
     key: tuple[Any, ...] = ()
-    """what Triton's own cache in memory goes by: launches with equal ones need the same object"""
+    """the kernel, and what its cache in memory goes by: launches with equal ones need the same object"""
 
     @property
     def metadata_name(self) -> str:
@@ -128,8 +128,8 @@ class LaunchRecorder:
 def binary_of(launch: Launch, device: int, like: Binary | None = None) -> Binary:
     """The binary that Triton would look for. Pure Python: no compile, no launch, no new cache entry.
 
-    like: of another launch of the same kernel; where this one needs the same, nothing but its arguments is new, which
-    takes a small part of the time.
+    like: of another launch; where this one needs the same, nothing but its arguments is new, which takes a small part
+    of the time.
     """
     kernel = launch.kernel
     _, _, target, backend, binder = kernel.device_caches[device]
@@ -137,7 +137,7 @@ def binary_of(launch: Launch, device: int, like: Binary | None = None) -> Binary
     kwargs["debug"] = kwargs.get("debug", kernel.debug) or knobs.runtime.debug
     kwargs["instrumentation_mode"] = knobs.compilation.instrumentation_mode
     bound, specialization, options = binder(*launch.args, **kwargs)
-    key = (tuple(specialization), tuple(options.items()))
+    key = (kernel, tuple(specialization), tuple(options.items()))
     if like is not None and like.key == key:
         return like._replace(bound=tuple(bound.values()))
     options, signature, constants, attributes = kernel._pack_args(

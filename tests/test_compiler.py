@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from scheduler_process import SchedulerProcess
 
 pytestmark = pytest.mark.sglang
@@ -27,7 +29,9 @@ def prepare() -> None:
     triton.runtime.driver.set_active(compile_child.StubDriver(GPUTarget("cuda", 90, 32)))
     recorder = launch.LaunchRecorder(releases.invoke_function())
 
-    def record(config: dict[str, int], m: int, experts: int = 8, top_k: int = 2) -> launch.Binary:
+    def record(
+        config: dict[str, int], m: int, experts: int = 8, top_k: int = 2, like: launch.Binary | None = None
+    ) -> launch.Binary:
         N = K = 256  # noqa: N806 - the field's names
         M, E = m, experts  # noqa: N806 - as above
         def empty(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
@@ -42,9 +46,66 @@ def prepare() -> None:
             compute_type=tl.bfloat16, use_fp8_w8a8=False, use_int8_w8a8=False,
             use_int8_w8a16=False, use_int4_w4a16=False, per_channel_quant=False, block_shape=None,
         )  # fmt: skip
-        return launch.binary_of(made, 0)
+        return launch.binary_of(made, 0, like)
 
     builtins.record_launch = record  # type: ignore[attr-defined]
+
+
+def likenesses(folder: str) -> dict[str, object]:
+    import builtins
+    import importlib
+    import sys
+    from pathlib import Path
+
+    import torch
+
+    from sglang_moe_autotune import launch
+
+    record = builtins.record_launch  # type: ignore[attr-defined]
+    found: dict[str, object] = {"named": 0}
+    kept = launch.cache_hash
+
+    def counted(*args: object) -> str:
+        found["named"] += 1  # type: ignore[operator]
+        return kept(*args)  # type: ignore[arg-type]
+
+    tile = {"BLOCK_SIZE_M": 16, "BLOCK_SIZE_N": 64, "BLOCK_SIZE_K": 64}
+    config = {**tile, "GROUP_SIZE_M": 1, "num_warps": 4, "num_stages": 3}
+    measured = record(config, 48)
+    launch.cache_hash = counted  # type: ignore[assignment]
+    try:
+        same = record(config, 48, like=measured)
+        found["same"] = [same.hash == measured.hash, same.bound is not measured.bound, found["named"]]
+        others = {
+            "warps": ({**config, "num_warps": 8}, 48),
+            "tile": ({**config, "BLOCK_SIZE_N": 128}, 48),
+            "odd": (config, 47),
+        }
+        for name, (other, m) in others.items():
+            found[name] = record(other, m, like=measured).hash == record(other, m).hash != measured.hash
+    finally:
+        launch.cache_hash = kept
+    body = "import triton\nimport triton.language as tl\n" + "".join(
+        f"@triton.jit\ndef {name}(p):\n    tl.store(p, {value})\n" for name, value in (("one", 1), ("two", 2))
+    )
+    (Path(folder) / "two_kernels.py").write_text(body)
+    sys.path.insert(0, folder)
+    module, pointer = importlib.import_module("two_kernels"), torch.empty(16, dtype=torch.int32, device="meta")
+    made = [launch.Launch(kernel, (1,), (pointer,), {}) for kernel in (module.one, module.two)]
+    one = launch.binary_of(made[0], 0)
+    found["kernel"] = launch.binary_of(made[1], 0, one).hash == launch.binary_of(made[1], 0).hash != one.hash
+    return found
+
+
+def test_a_binary_is_named_once_for_launches_that_need_the_same_one_and_for_no_others(
+    scheduler: SchedulerProcess, tmp_path: Path
+) -> None:
+    """It is launched with the arguments of each: those of a launch that needs another one would be read wrongly."""
+    scheduler.run(prepare)
+    told = scheduler.run(likenesses, str(tmp_path))
+    assert told.pop("same") == [True, True, 0]
+    assert told.pop("named") > 0
+    assert told == dict.fromkeys(("warps", "tile", "odd", "kernel"), True)
 
 
 def compile_in_the_child(shared_memory_bytes: int) -> dict[str, object]:
