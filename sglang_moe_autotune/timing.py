@@ -23,6 +23,9 @@ _HOST_US = {True: 8.0, False: 30.0}
 """of one launch before it was seen: of many short ones, and of the first of long ones"""
 _CYCLES_PER_US = 1000.0
 """of the GPU's clock, before it was seen"""
+_LEAST_CYCLES_PER_US = 50.0
+"""less than any GPU counts. A spin that seems slower waited for the host, or for another process, before it began: by
+that the next ones would be far too short, and where they came to nothing, so would all later ones."""
 _MARGIN = 1.3
 _MARGIN_US = {True: 20.0, False: 40.0}
 """by which a spin is longer than the host is thought to need; the first launch of a slice takes now longer, now less"""
@@ -176,4 +179,4 @@ class PairTimer:
         though not all of it, where the spin was too short."""
         known = self._host_us[short]
         self._host_us[short] = min(max(host_us, known), 2 * known) if late else known + 0.2 * (host_us - known)
-        self._cycles_per_us = cycles_per_us
+        self._cycles_per_us = max(cycles_per_us, _LEAST_CYCLES_PER_US)

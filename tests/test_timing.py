@@ -217,6 +217,25 @@ def test_no_spin_is_longer_than_it_may_be_also_where_the_clocks_fell_during_a_re
     assert max(spins[1:8]) <= pace.MAX_SPIN_US
 
 
+@pytest.mark.parametrize("stall_s", [0.005, 0.2, 60.0])
+def test_a_host_that_stood_still_before_a_spin_spoils_a_few_slices_and_no_more(
+    monkeypatch: pytest.MonkeyPatch, stall_s: float
+) -> None:
+    """The spin begins late and seems slow by that; as when the process was stopped in between."""
+    host, timer, stalls = Host(monkeypatch), PairTimer(), [stall_s]
+
+    def sleep(cycles: int) -> None:
+        host.now_us += 1e6 * (stalls.pop() if stalls else 0.0)
+        host.work(cycles / host.cycles_per_us, 3.0)
+
+    sides, clean = host.sides(10.0, 8.0), 0
+    monkeypatch.setattr(timing.torch.cuda, "_sleep", sleep)
+    for _ in range(20):
+        clean += bool(timer.time(*sides, Rotation(4, 4), (9.0, 10.0), 4, 1000.0).samples)
+        host.now_us += 300.0
+    assert clean >= 14
+
+
 def test_only_the_named_tensors_of_a_launch_are_replaced() -> None:
     a, b = torch.zeros(2), torch.zeros(2)
     others = torch.ones(2), torch.ones(2)
