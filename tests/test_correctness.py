@@ -238,6 +238,27 @@ def test_c19_what_is_wrong_in_any_run_is_refused(spoil: Any, at: Any, words: str
     assert words in found.reason
 
 
+@pytest.mark.parametrize("value", [9.0, float("nan")], ids=["wrong", "not-a-number"])
+@pytest.mark.parametrize("row", range(ROWS))
+def test_an_output_is_judged_part_by_part_and_no_part_is_left_out(
+    monkeypatch: pytest.MonkeyPatch, row: int, value: float
+) -> None:
+    monkeypatch.setattr(correctness, "_CHUNK_BYTES", 4 * COLUMNS * 5)
+
+    def spoil(written: Written) -> None:
+        written.rows[row, row] = value
+
+    def all_steps(candidate: Kernel) -> list[Comparison | None]:
+        return list(steps(Kernel(), candidate, place(), place(), Terms(tolerance("bfloat16"), runs=1)))
+
+    *parts, right = all_steps(Kernel())
+    assert (len(parts), right and right.ok) == (2 + 3, True), "two launches and three parts of at most five rows"
+    *_, wrong = all_steps(Kernel(spoil))
+    assert wrong is not None
+    assert not wrong.ok
+    assert "output differs" in wrong.reason
+
+
 def test_c19_a_kernel_that_is_wrong_in_one_run_of_twenty_is_caught() -> None:
     """Over all routings of a pair; each trial is a seed of its own."""
     admitted = 0

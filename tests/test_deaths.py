@@ -217,6 +217,25 @@ def test_the_set_up_and_adopting_are_marked_and_wait_for_it() -> None:
     assert inner.closed
 
 
+def test_what_a_pass_asked_of_a_bench_last_can_be_told() -> None:
+    provider = MarkedProvider(Bench(), Log())  # type: ignore[arg-type]
+    bench = provider.open(shape(), 64, pair())
+    assert not isinstance(bench, str)
+    said = [provider.did]
+    up = pair().up
+    for call in (
+        bench.prepare, lambda: bench.readiness("up", up), lambda: bench.measure("up", up, 4),
+        lambda: bench.compare(pair(), 0), lambda: bench.adopt(pair()), bench.close,
+    ):  # fmt: skip
+        provider.did = ""
+        call()
+        said.append(provider.did)
+    assert said == [
+        "opening a bench", "setting up a bench", "loading a binary", "measuring", "comparing", "adopting a row",
+        "closing a bench",
+    ]  # fmt: skip
+
+
 @pytest.mark.parametrize("call", ["prepare", "measure", "compare", "adopt"])
 def test_a_fault_stays_marked_and_a_refusal_does_not(call: str) -> None:
     log, inner = Log(), Bench()

@@ -117,6 +117,15 @@ def test_a_bound_broken_twice_within_a_minute_pauses_for_a_stated_time() -> None
     assert (watch.broken, watch.pauses, watch.longest_us) == (2, 1, 3000)
 
 
+def test_what_the_longest_pass_did_is_kept_and_told_with_the_pause() -> None:
+    watch = Watch()
+    for now_s, (taken_us, did) in enumerate([(900, "measuring"), (4000, "adopting a row"), (3000, "comparing")]):
+        pause = watch.observe(taken_us, HARD_US, float(now_s), did)
+    assert watch.longest_did == "adopting a row"
+    assert pause is not None
+    assert pause.longest == "3.0 ms of 2.0, comparing"
+
+
 def test_two_long_passes_that_lie_far_apart_pause_nothing() -> None:
     watch = Watch()
     assert [watch.observe(9000, HARD_US, at) for at in (0, 61, 122, 183)] == [None] * 4
