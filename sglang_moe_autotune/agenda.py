@@ -176,11 +176,6 @@ class Agenda:
         found = [e for e in self._in_state("queued") if self._may_run(e, now_s, deep_idle=deep_idle)]
         return [entry.key for entry in sorted(found, key=lambda entry: (self._order(entry), far(entry.key)))]
 
-    def has_short(self) -> bool:
-        """Is anything queued that may run outside deep idle?"""
-        waiting = (e for e in self._in_state("queued") if not e.long and e.key not in self.deferred)
-        return any(self.admits(entry) for entry in waiting)
-
     def resting(self, now_s: float, *, deep_idle: bool) -> bool:
         """True while ``next_entry`` would find nothing; costs one comparison."""
         return self.held or now_s < self._rest_until_s[deep_idle]

@@ -150,7 +150,7 @@ class Tuner:
     def step(self, deep_idle: bool) -> Step:
         """At most one slice. Exceptions of the bench propagate: its job is dropped, and the tuner stays usable."""
         if not self._may_go_on(deep_idle):
-            return "worked" if self._current is None and self._agenda.asking else "nothing"
+            return "worked" if self._agenda.asking else "nothing"
         entry, clean = self._current, False
         try:
             result = next(self._steps, None)
@@ -170,19 +170,19 @@ class Tuner:
 
     def _may_go_on(self, deep_idle: bool) -> bool:
         """Is there a job for this step, after choosing one or giving way where needed?"""
-        if self._current is not None and self._current.long and not deep_idle:
-            if not self._agenda.has_short():
-                return False
-            self.abandon()
-        if self._current is None:
-            now_s = self._clock()
-            if self._agenda.resting(now_s, deep_idle=deep_idle):
-                return False
-            again = self._worth_another_look, self._weigh, self._worth_consolidating
-            self._current = self._agenda.next_entry(now_s, *again, deep_idle=deep_idle)
-            if self._current is not None:
-                self._steps = self._run(self._current)
-        return self._current is not None
+        if self._current is not None and (deep_idle or not self._current.long):
+            return True
+        now_s = self._clock()
+        if self._agenda.resting(now_s, deep_idle=deep_idle):
+            return False
+        again = self._worth_another_look, self._weigh, self._worth_consolidating
+        entry = self._agenda.next_entry(now_s, *again, deep_idle=deep_idle)
+        if entry is None:
+            return False
+        if self._current is not None:
+            self.abandon()  # it waits for deep idle, which may not come for hours
+        self._current, self._steps = entry, self._run(entry)
+        return True
 
     def abandon(self) -> None:
         """Close the current bench at once; the job starts again later from what was measured."""

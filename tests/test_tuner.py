@@ -563,6 +563,27 @@ def test_an_m_that_waits_for_deep_idle_holds_up_no_other(answered: bool) -> None
     assert len(bed.tuner.experience(SHAPE).ordered) > 60
 
 
+def test_a_long_job_that_waits_for_deep_idle_holds_up_no_further_look() -> None:
+    """It is begun once every other M has a first answer, and deep idle may not come again for hours."""
+    launch_us = max(LANDSCAPE.baselines[24].up_us, LANDSCAPE.baselines[24].down_us)
+    bed = Bed(options=TunerOptions(source="replayed", slice_us=launch_us + 1)).add(512, 3, 12, 24)
+    while len(last(bed.records)) < 3:
+        bed.tuner.step(deep_idle=False)
+        bed.provider.replay.wait(0.01)
+    while bed.tuner.snapshot().current != (SHAPE.slug, 512):
+        bed.tuner.step(deep_idle=True)
+    for _ in range(60):
+        bed.tuner.step(deep_idle=True)
+    assert bed.tuner.snapshot().current == (SHAPE.slug, 512)
+    for _ in range(60_000):
+        bed.tuner.step(deep_idle=False)
+        bed.provider.replay.wait(0.01)
+    assert len(bed.tuner.experience(SHAPE).ordered) > 60
+    assert bed.provider.open_benches == 0
+    bed.finish()
+    assert set(last(bed.records)) == {3, 12, 24, 512}
+
+
 def test_a_bench_may_decline_in_the_middle() -> None:
     def decline(*_: Any) -> None:
         raise Declined("the weights are offloaded")
