@@ -63,11 +63,12 @@ class Launches:
             except REFUSALS as error:
                 self._candidates[place] = f"SGLang refuses this launch: {type(error).__name__}: {error}"
             else:
-                for other, routing in zip(binaries, TIMED_ROUTINGS, strict=True):
-                    _same(gemm, routing, other, binary)
-                swaps = self._swaps(gemm)
-                table = [launch.rebind(b.bound, swaps) for b in binaries]
-                self._candidates[place] = Candidate(binary, launches[0], table)
+                if any(other.hash != binary.hash for other in binaries):
+                    self._candidates[place] = "its launches with different routings need different binaries"
+                else:
+                    swaps = self._swaps(gemm)
+                    table = [launch.rebind(b.bound, swaps) for b in binaries]
+                    self._candidates[place] = Candidate(binary, launches[0], table)
         return self._candidates[place]
 
     def refuse(self, gemm: Gemm, config: KernelConfig, reason: str) -> None:
@@ -122,7 +123,8 @@ class Launches:
         if isinstance(candidate, str):
             raise Declined(f"the {gemm} launch was refused: {candidate}")
         binary = launch.binary_of(made, self._device, candidate.binary)
-        _same(gemm, routing, binary, candidate.binary)
+        if binary.hash != candidate.binary.hash:
+            raise Declined(f"the {gemm} launch of routing {routing} needs another binary than the one measured")
         run = self.load(gemm, config)[(*made.grid, 1, 1)[:3]]
         place = next(i for i, value in enumerate(binary.bound) if value is c)
 
@@ -162,8 +164,3 @@ class Launches:
                     raise Declined("the layers of this shape do not share one binary: their weights are aligned unlike")
         pairs = [zip(first, these, strict=True) for these in operands]
         return [{a.data_ptr(): b for a, b in pair if a is not None and b is not None} for pair in pairs]
-
-
-def _same(gemm: Gemm, routing: str, binary: launch.Binary, measured: launch.Binary) -> None:
-    if binary.hash != measured.hash:
-        raise Declined(f"the {gemm} launch of routing {routing} needs another binary than the one measured")

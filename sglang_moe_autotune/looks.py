@@ -16,8 +16,6 @@ from sglang_moe_autotune.consolidation import Bar
 from sglang_moe_autotune.experience import octaves
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from sglang_moe_autotune.agenda import Agenda, Entry
     from sglang_moe_autotune.experience import Experience
     from sglang_moe_autotune.search import SearchOptions
@@ -55,7 +53,7 @@ def plan(
         bar = consolidation.bar(entry.record.evidence, min_gain)
         return Look(experience.chosen[entry.M], bar, final_s, only=experience.winners() - {given_up})
     present = experience.chosen[entry.M] if entry.state == "settled" else entry.baseline
-    new = allowance(entry, sharers, experience, options, agenda.sharing)
+    new = allowance(entry, agenda, experience, options)
     return Look(present, Bar(min_gain if present == entry.baseline else min_gain / 2), final_s, new)
 
 
@@ -74,7 +72,7 @@ def worth_another(entry: Entry, agenda: Agenda, experience: Experience, options:
     """Should this M, settled here, be searched again?"""
     if entry.record is None or entry.finished or entry.looks >= options.looks:
         return False
-    if len(experience.ordered) < options.compiled_per_shape:
+    if left(entry, agenda, experience, options):
         peers = [e for e in agenda.peers(entry) if e is entry or agenda.admits(e)]
         going_on = [e.looks for e in peers if _goes_on(e, options)]
         if going_on:  # what others compile is worth a look when they are done
@@ -82,26 +80,33 @@ def worth_another(entry: Entry, agenda: Agenda, experience: Experience, options:
     return bool(experience.promising(entry.M))
 
 
-def allowance(
-    entry: Entry, sharers: Sequence[Entry], experience: Experience, options: SearchOptions, sharing: int = 1
-) -> int:
-    """New configs that a search of this M may compile. sharers: the M of the shape that are still searched, those that
-    wait for deeper idle too: launches of many tokens gain most. sharing: processes that search the shape at the same
-    time, each some of its M, and hear of what the others compiled."""
-    ordered = len(experience.ordered)
-    left = math.ceil(max(0, options.compiled_per_shape - ordered) / sharing)
+def left(entry: Entry, agenda: Agenda, experience: Experience, options: SearchOptions) -> int:
+    """New configs that this M and those that it waits for may compile. An M that waits for deeper idle has its share
+    kept for it: launches of many tokens gain most."""
+    sharers, peers = agenda.sharers(entry), agenda.peers(entry)
+    later = sum(e.record is None or _goes_on(e, options) for e in sharers if e not in peers)
+    kept = later * options.compiled_per_shape // len(sharers)
+    return max(0, options.compiled_per_shape - len(experience.ordered) - kept)
+
+
+def allowance(entry: Entry, agenda: Agenda, experience: Experience, options: SearchOptions) -> int:
+    """New configs that a search of this M may compile. Where several processes search the shape at the same time, each
+    some of its M, they hear of what the others compiled."""
+    sharers, ordered = agenda.sharers(entry), len(experience.ordered)
+    most = math.ceil(left(entry, agenda, experience, options) / agenda.sharing)
     if entry.looks == 0:
         nearest = experience.nearest(entry.M)
         distance = _NEW_PER_OCTAVE * octaves(nearest[0], entry.M) if nearest else _MOST_FOR_DISTANCE
         answered = sum(e.looks > 0 for e in sharers)
         due = math.ceil(options.first_configs * (answered + 1) / len(sharers)) - ordered
         if answered + 1 < len(sharers):
-            left = min(left, max(0, options.first_configs - ordered))
-        return min(left, max(due, round(min(_MOST_FOR_DISTANCE, distance))))
+            most = min(most, max(0, options.first_configs - ordered))
+        return min(most, max(due, round(min(_MOST_FOR_DISTANCE, distance))))
     if entry.looks == 1 or entry.barren >= options.patience:
         return 0
-    waiting = sum(e.looks <= entry.looks and (e.record is None or _goes_on(e, options)) for e in sharers)
-    return min(left, max(_LEAST_SHARE, math.ceil(left / max(1, waiting))))
+    mine = (e for e in agenda.peers(entry) if e.key not in agenda.elsewhere)
+    waiting = sum(e.looks <= entry.looks and (e.record is None or _goes_on(e, options)) for e in mine)
+    return min(most, max(_LEAST_SHARE, math.ceil(most / max(1, waiting))))
 
 
 def _goes_on(entry: Entry, options: SearchOptions) -> bool:

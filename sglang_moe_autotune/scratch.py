@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,9 @@ FLUSH_BYTES = 256 << 20
 """more than the L2 cache of any GPU: writing as much leaves nothing of the weights there"""
 
 _MARGIN_BYTES = 192 << 20
+_MOST_ROUTINGS = 8
+_ALLOCATOR, _WHOLE = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"), "max_split_size"
+"""PyTorch's settings of its allocator, and the one with which large pieces are not cut up"""
 _SEED = 20
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
@@ -42,8 +46,8 @@ def columns(shape: MoeShape, gemm: Gemm) -> int:
 
 
 def scratch_bytes(shape: MoeShape, M: int, *, flush: bool) -> int:  # noqa: N803
-    """What a ``Scratch`` takes: activations of both GEMMs, in 8 bit also quantised, two outputs, and a margin for
-    routings, aligned ids and the temporaries of a comparison."""
+    """What a ``Scratch`` takes: activations of both GEMMs, in 8 bit also quantised, two outputs, aligned ids, and a
+    margin for routings and the temporaries of a comparison."""
     return _operand_bytes(shape, M, flush=flush) + _MARGIN_BYTES
 
 
@@ -53,7 +57,14 @@ def _operand_bytes(shape: MoeShape, M: int, *, flush: bool) -> int:  # noqa: N80
     # A quantised element takes one byte and its part of a scale: a float32 for 64 elements at the most. Three times, as
     # launches that were recorded before a ``refresh`` keep theirs, and the next ones are made while the last are there.
     quantised = 3 * inputs * 17 // 16 if shape.dtype in EIGHT_BIT else 0
-    return width * (inputs + 2 * _output_elements(shape, M, flush=flush)) + quantised
+    outputs = 2 * _output_elements(shape, M, flush=flush)
+    return width * (inputs + outputs) + quantised + _MOST_ROUTINGS * _aligned_bytes(shape, M)
+
+
+def _aligned_bytes(shape: MoeShape, M: int) -> int:  # noqa: N803
+    """Of one routing, for all sizes of a tile's rows: ids, padded for each expert, and the expert of each tile."""
+    ids = [M * shape.top_k + shape.E * block for block in AXES["BLOCK_SIZE_M"]]
+    return 4 * sum(count + count // block for count, block in zip(ids, AXES["BLOCK_SIZE_M"], strict=True))
 
 
 def _output_elements(shape: MoeShape, M: int, *, flush: bool) -> int:  # noqa: N803
@@ -88,7 +99,8 @@ class Scratch:
         with self.allocating():
             # All of it in one piece from the driver, which the pool cuts up: each piece takes a part of a millisecond,
             # to get and to give back, and would be got in the middle of a comparison.
-            torch.empty(piece, dtype=torch.uint8, device=device)
+            if not any(_WHOLE in os.environ.get(name, "") for name in _ALLOCATOR):
+                torch.empty(piece, dtype=torch.uint8, device=device)
             self._a = {
                 "up": torch.empty(M, shape.K, dtype=dtype, device=device),
                 "down": torch.empty(rows, down_k, dtype=dtype, device=device),
