@@ -145,8 +145,8 @@ def learn(landscape_path: str, noise_percent: float, seed: int, report: Callable
         scheduler.maybe_sleep_on_idle()
         passes += 1
         idle = idle + 1 if serving.state == "idle" else 0
-        if idle:
-            time.sleep(0.001)  # passes with nothing to do rest for as long
+        if serving.state in {"idle", "waiting"}:
+            time.sleep(0.001)  # passes with nothing to do rest for as long, and threads that lease and write get on
         if passes % 200 == 0:
             report(len(serving.store.contents.records), len(landscape.ms))
     report(len(serving.store.contents.records), len(landscape.ms))

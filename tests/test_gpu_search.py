@@ -368,13 +368,14 @@ def test_the_shapes_of_the_mixed_model_are_those_that_landscapes_are_recorded_of
     many, few = gpu_search.shapes_of(options)
     assert many == shape_of_fields("E=256,N=256,K=4096,top_k=8")
     assert few == shape_of_fields("E=8,N=7168,K=4096,top_k=2")
+    assert {many, few} <= {landscape.load(path).shape for path in landscape.shipped()}
 
 
 def test_what_cannot_work_is_said_before_a_minute_is_spent(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for arguments, words in (
-        (("--part", "regret"), "needs a landscape of"),
+        (("--part", "regret", "--landscapes", str(PATH)), "needs a landscape of"),
         (("--part", "twins"), "needs live beside it"),
         (("--part", "all"), "--part has all"),
     ):
