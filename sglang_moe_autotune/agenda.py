@@ -158,9 +158,13 @@ class Agenda:
         mine = (e for e in self.entries.values() if e.shape == entry.shape)
         return [e for e in mine if e is entry or (e.key not in self.deferred and not e.finished)]
 
+    def is_later(self, other: Entry, entry: Entry) -> bool:
+        """Does it wait for deeper idle than this one needs, and than there was at last?"""
+        return other.long > (entry.long or self._deep)
+
     def peers(self, entry: Entry) -> list[Entry]:
-        """Of its sharers those that it may wait for: not what waits for deeper idle than there was at last."""
-        return [e for e in self.sharers(entry) if e.long <= (entry.long or self._deep)]
+        """Of its sharers those that it may wait for."""
+        return [e for e in self.sharers(entry) if not self.is_later(e, entry)]
 
     def of(self, shape: MoeShape) -> list[Entry]:
         """The M of a shape that may be begun, now or in deeper idle."""

@@ -83,8 +83,8 @@ def worth_another(entry: Entry, agenda: Agenda, experience: Experience, options:
 def left(entry: Entry, agenda: Agenda, experience: Experience, options: SearchOptions) -> int:
     """New configs that this M and those that it waits for may compile. An M that waits for deeper idle has its share
     kept for it: launches of many tokens gain most."""
-    sharers, peers = agenda.sharers(entry), agenda.peers(entry)
-    later = sum(e.record is None or _goes_on(e, options) for e in sharers if e not in peers)
+    sharers = agenda.sharers(entry)
+    later = sum(e.record is None or _goes_on(e, options) for e in sharers if agenda.is_later(e, entry))
     kept = later * options.compiled_per_shape // len(sharers)
     return max(0, options.compiled_per_shape - len(experience.ordered) - kept)
 
