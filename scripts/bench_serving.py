@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Any
 import serving_probe as probe
 from bench_figures import Check, Request, Slices, added_latency, latency_checks, quantile, ratio, slices_by_m, within
 from gpu_parts import BUDGET_S, Parts, end_on_terminate
-from gpu_server import FEWER_SIZES, Model, Server
+from gpu_server import FEWER_SIZES, Model, Server, install
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -42,7 +42,6 @@ KINDS = ("stock-cold", "stock-warm", "plugin-cold", "plugin-store-only", "plugin
 WARM = ("stock-warm", "plugin-warm")
 STARTS = ("stock-cold", "plugin-cold", "plugin-store-only", *WARM, *WARM)
 FLAGS = FEWER_SIZES
-HERE = Path(__file__).resolve().parent
 VOCABULARY = 31_000
 FEW_LEFT = 24
 """M in the queue below which the tuner forgets, so that the next turn has work: as many as are captured"""
@@ -194,25 +193,17 @@ class Bench:
         self.checks: list[Check] = []
         shape = (options.experts, options.intermediate, options.hidden, options.top_k, options.layers)
         self.model = Model(*shape).write(self.work / "model")
-        self.site = self._sites()
+        self.site = self.work / "site"
+        install(self.site, "serving_probe", "serving_probe")
         self.findings["flags"] = [*FLAGS, *options.flags]
         self.parts = Parts(self.out / "serving.json", options.budget_s, self.findings)
         if options.store:
             shutil.unpack_archive(options.store, self.work / "store")
         self._numbers = self._served = 0
 
-    def _sites(self) -> list[str]:
-        folder = self.work / "site"
-        info = folder / "serving_probe-0.dist-info"
-        info.mkdir(parents=True)
-        shutil.copy(HERE / "serving_probe.py", folder)
-        (info / "METADATA").write_text("Metadata-Version: 2.1\nName: serving-probe\nVersion: 0\n")
-        (info / "entry_points.txt").write_text("[sglang.srt.plugins]\nserving_probe = serving_probe:register\n")
-        return [str(folder)]
-
     def environ(self, **more: str) -> dict[str, str]:
         return {
-            "PYTHONPATH": os.pathsep.join([*self.site, os.environ.get("PYTHONPATH", "")]),
+            "PYTHONPATH": os.pathsep.join([str(self.site), os.environ.get("PYTHONPATH", "")]),
             "TRITON_CACHE_DIR": os.environ.get("TRITON_CACHE_DIR", str(self.work / "triton")),
             "SERVING_PROBE": str(self.probe),
             "SGLANG_MOE_AUTOTUNE_DIR": str(self.work / "store"),

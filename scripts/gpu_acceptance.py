@@ -26,12 +26,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-from gpu_server import Model, Server, with_checkout
+from gpu_server import Model, Server, install, with_checkout
 
 from sglang_moe_autotune import records, status, store
 from sglang_moe_autotune.shapes import GEMMS, KernelConfig, MoeShape
 
-HERE = Path(__file__).resolve().parent
 PREFILL_TOKENS, DECODE_BATCH, DECODE_STEPS = 1024, 16, 12
 SETTLE_S = 8.0
 
@@ -49,7 +48,7 @@ class Run:
         self.model = Model(options.experts, options.intermediate, options.hidden, options.top_k, options.layers)
         self.folder = self.model.write(self.work / "model")
         self.probe = self.work / "probe"
-        self._install_probe()
+        install(self.probe, "acceptance_probe", "acceptance_probe")
         self.environ = {
             "PYTHONPATH": os.pathsep.join([str(self.probe), os.environ.get("PYTHONPATH", "")]),
             "TRITON_CACHE_DIR": os.environ.get("TRITON_CACHE_DIR", str(self.work / "triton")),
@@ -61,13 +60,6 @@ class Run:
             "SGLANG_MOE_AUTOTUNE_DEEP_IDLE_S": "2",
             "SGLANG_MOE_AUTOTUNE_COMPILE_PROCESSES": str(options.compile_processes),
         }
-
-    def _install_probe(self) -> None:
-        info = self.probe / "acceptance_probe-0.dist-info"
-        info.mkdir(parents=True)
-        shutil.copy(HERE / "acceptance_probe.py", self.probe)
-        (info / "METADATA").write_text("Metadata-Version: 2.1\nName: acceptance-probe\nVersion: 0\n")
-        (info / "entry_points.txt").write_text("[sglang.srt.plugins]\nacceptance_probe = acceptance_probe:register\n")
 
     def check(self, name: str, ok: bool, told: str) -> None:
         self.checks.append((name, ok, told))

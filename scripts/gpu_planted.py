@@ -29,8 +29,7 @@ import gpu_acceptance
 from demo_gpu import ROOT, site_folder
 from gpu_acceptance import Run
 from gpu_parts import Parts, of_this_checkout
-from gpu_search import install
-from gpu_server import Model
+from gpu_server import Model, install
 
 from sglang_moe_autotune import held as held_files
 from sglang_moe_autotune import status, store, trials

@@ -33,14 +33,13 @@ import gpu_answers
 from bench_figures import difference, quantile
 from gpu_answers import Answer, agree, told
 from gpu_parts import BUDGET_S, Parts, end_on_terminate
-from gpu_server import FEWER_SIZES, Model, Server
+from gpu_server import FEWER_SIZES, Model, Server, install
 
 from sglang_moe_autotune import records, status, store
 
 if TYPE_CHECKING:
     from sglang_moe_autotune.shapes import ConfigPair
 
-HERE = Path(__file__).resolve().parent
 PARTS = ("tp", "differ", "two", "one", "ep")
 NEEDED_S = {"tp": 240.0, "differ": 170.0, "two": 120.0, "one": 120.0, "ep": 150.0}
 COLD = ("two", "one")
@@ -85,11 +84,7 @@ class Run:
         self.model = MODELS[part].write(self.work / f"model-{part}")
         probe = self.work / "probe"
         shutil.rmtree(probe, ignore_errors=True)
-        info = probe / "ranks_probe-0.dist-info"
-        info.mkdir(parents=True)
-        shutil.copy(HERE / "ranks_probe.py", probe)
-        (info / "METADATA").write_text("Metadata-Version: 2.1\nName: ranks-probe\nVersion: 0\n")
-        (info / "entry_points.txt").write_text("[sglang.srt.plugins]\nranks_probe = ranks_probe:register\n")
+        install(probe, "ranks_probe", "ranks_probe")
         self.environ = {
             "PYTHONPATH": os.pathsep.join([str(probe), os.environ.get("PYTHONPATH", "")]),
             "TRITON_CACHE_DIR": str(self.triton),

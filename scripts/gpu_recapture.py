@@ -29,7 +29,7 @@ import gpu_answers
 import msgspec
 from gpu_answers import agree, difference, told, unchanged
 from gpu_parts import BUDGET_S, Parts, end_on_terminate
-from gpu_server import Model, Server
+from gpu_server import Model, Server, install
 
 from sglang_moe_autotune import records, status
 from sglang_moe_autotune.shapes import GEMMS
@@ -37,7 +37,6 @@ from sglang_moe_autotune.shapes import GEMMS
 if TYPE_CHECKING:
     from gpu_answers import Answer
 
-HERE = Path(__file__).resolve().parent
 DECODE_SIZES, PREFILL_SIZES = (1, 8, 16), (128, 512, 1024, 2048)
 EAGER_TOKENS = 3000
 PREFIX_TOKENS, SUFFIX_TOKENS, FIXED = 1500, 100, 8
@@ -87,11 +86,7 @@ class Run(gpu_acceptance.Run):
             self.folder = HybridModel().write(self.work / "hybrid")
         self.commands = self.work / "commands"
         self.commands.mkdir()
-        info = self.probe / "recapture_probe-0.dist-info"
-        info.mkdir()
-        shutil.copy(HERE / "recapture_probe.py", self.probe)
-        (info / "METADATA").write_text("Metadata-Version: 2.1\nName: recapture-probe\nVersion: 0\n")
-        (info / "entry_points.txt").write_text("[sglang.srt.plugins]\nrecapture_probe = recapture_probe:register\n")
+        install(self.probe, "recapture_probe", "recapture_probe")
         shutil.rmtree(self.probe / "acceptance_probe-0.dist-info")  # its thread asks the device for its memory
         del self.environ["TRITON_CACHE_MANAGER"]
         self.environ["RECAPTURE_PROBE"] = str(self.commands)

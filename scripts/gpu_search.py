@@ -38,7 +38,7 @@ import record_landscape
 from demo_gpu import ROOT, site_folder
 from gpu_acceptance import Run, wait_until_learned
 from gpu_parts import Parts, of_this_checkout
-from gpu_server import Model
+from gpu_server import Model, install
 from twins import Twins
 
 from sglang_moe_autotune import landscape, machine, records, releases, store, trials
@@ -71,16 +71,6 @@ BINARY_WAIT_S = 60.0
 TWIN_MS = (16, 64, 256, 1024)
 START_S, END_S, TWINS_S = 170.0, 25.0, 130.0
 """of a server with an empty cache; of its end; and what is left for the twins where the learning takes its time"""
-
-
-def install(probe: Path, name: str, *modules: str) -> None:
-    """Make modules of this folder a SGLang plugin: the first one has ``register``."""
-    info = probe / f"{name}-0.dist-info"
-    info.mkdir(parents=True)
-    for module in modules:
-        shutil.copy(gpu_acceptance.HERE / f"{module}.py", probe)
-    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name.replace('_', '-')}\nVersion: 0\n")
-    (info / "entry_points.txt").write_text(f"[sglang.srt.plugins]\n{name} = {modules[0]}:register\n")
 
 
 # -- the live server -------------------------------------------------------------------------------------------

@@ -91,20 +91,35 @@ FLAGS = (
 )
 
 
+def install(site: Path, name: str, *modules: str) -> None:
+    """Make modules of this folder a SGLang plugin for processes with ``site`` in PYTHONPATH: the first one has
+    ``register``."""
+    add_entry_point(site, name, "0", f"{name} = {modules[0]}:register")
+    for module in modules:
+        shutil.copy(ROOT / "scripts" / f"{module}.py", site)
+
+
+def add_entry_point(site: Path, package: str, version: str, point: str) -> None:
+    """Have importlib.metadata find a plugin of SGLang's in ``site``, as of a package that is installed there."""
+    info = site / f"{package}-{version}.dist-info"
+    info.mkdir(parents=True, exist_ok=True)
+    name = package.replace("_", "-")
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+    (info / "entry_points.txt").write_text(f"[sglang.srt.plugins]\n{point}\n")
+
+
 @functools.cache
 def plugins() -> Path:
     """A folder for PYTHONPATH from which SGLang finds the made-up weights, and this package where this Python does not
     know it already."""
     site = Path(tempfile.gettempdir()) / f"moe-autotune-plugins-{os.getpid()}"
-    points = {"lively_weights": "lively_weights:register"}
+    install(site, "lively_weights", "lively_weights")
     if not any(point.name == "moe_autotune" for point in importlib.metadata.entry_points(group="sglang.srt.plugins")):
-        points["moe_autotune"] = "sglang_moe_autotune.plugin:register"
-    for name, function in points.items():
-        folder = site / f"{name}_of_this_checkout-0.dist-info"
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}-of-this-checkout\nVersion: 0\n")
-        (folder / "entry_points.txt").write_text(f"[sglang.srt.plugins]\n{name} = {function}\n")
-    shutil.copy(ROOT / "scripts" / "lively_weights.py", site)
+        from sglang_moe_autotune import __version__ as version  # noqa: PLC0415 - found on the path that is set above
+
+        # Under its own name, so that it counts once where another folder has it too.
+        point = "moe_autotune = sglang_moe_autotune.plugin:register"
+        add_entry_point(site, "sglang_moe_autotune", version, point)
     return site
 
 
