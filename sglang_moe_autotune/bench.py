@@ -105,8 +105,11 @@ class Bench(Protocol):
     def gpu_s(self) -> float:
         """Device seconds spent in this bench so far, every launch counted."""
 
+    def wind_down(self) -> bool:
+        """One step of giving back what takes time to give back; True when ``close`` is quick. Nothing else follows."""
+
     def close(self) -> None:
-        """Give back the buffers."""
+        """Give back everything at once."""
 
 
 class BenchmarkProvider(Protocol):

@@ -10,12 +10,13 @@ import torch
 from sglang_moe_autotune import correctness, launch
 from sglang_moe_autotune.bench import ALONE, DIRTY, Bench, Comparison, Declined, Readiness, Sample
 from sglang_moe_autotune.kernels import Kernels
-from sglang_moe_autotune.launches import NO_MEMORY, REFUSALS, TIMED_ROUTINGS, Candidate, Launches
+from sglang_moe_autotune.launches import NO_MEMORY, REFUSALS, Candidate, Launches
 from sglang_moe_autotune.quarantine import Quarantine
+from sglang_moe_autotune.routings import HOPELESS, Round, per_sample
 from sglang_moe_autotune.scratch import Align, Scratch, scratch_bytes
 from sglang_moe_autotune.search_space import AXES
 from sglang_moe_autotune.shapes import GEMMS, ConfigPair, Gemm, KernelConfig, MoeShape
-from sglang_moe_autotune.timing import PairTimer, Timed, clocked
+from sglang_moe_autotune.timing import PairTimer, Timed, clocked, inner_launches
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -29,10 +30,10 @@ _RUN_US_PER_BYTE = 5 / 2e6
 """poisoning writes an output, a comparison reads two and writes bytes; at 2 TB/s"""
 _OPERATIONS_PER_RUN = 8
 """of a comparison, each of which takes the host about as long as a launch does"""
-_HOPELESS = 3.0
-"""A first launch this many times the baseline's is told to the search; less may be the cold start of a binary."""
 _WARM_TRIES = 12
 """launches of SGLang's own config, of which two must be timed"""
+_FORGOTTEN_AT_ONCE = 8
+"""of some hundred recorded candidates, each of which has its arguments by routing and layer"""
 _ENDLESS = 100.0
 _ENDLESS_US = 5000.0
 """Launches this many times the baseline's are not made twice; those that are this long too not after a restart either:
@@ -108,6 +109,8 @@ class DeviceBench:
         self._scratch: Scratch | None = None
         self._held: Launches | None = None
         self._expected_us: dict[tuple[Gemm, KernelConfig], float] = {}
+        self._per_sample = per_sample(shape, M)
+        self._rounds: dict[tuple[Gemm, KernelConfig], Round] = {}
         self._comparing: tuple[ConfigPair, int, Iterator[Comparison | None]] | None = None
         self._due: tuple[Gemm, KernelConfig] | None = None
         """the candidate that a comparison launches soon, with this routing for the first time"""
@@ -159,7 +162,11 @@ class DeviceBench:
             sides = self._launches.side(gemm, config), self._launches.side(gemm, incumbent)
             if first and not journal.begin(self._first(gemm, config)):
                 return []
-            timed = self._provider.timer.time(*sides, self._launches.rotation, expected, count, self._provider.slice_us)
+            turns = self._rounds.setdefault((gemm, config), Round(self._per_sample))
+            pairs = turns.pairs(count, inner_launches(expected))
+            timed = self._provider.timer.time(
+                *sides, self._launches.rotation, expected, pairs, self._provider.slice_us, turns.launched
+            )
         except REFUSALS as error:
             torch.cuda.current_stream().synchronize()  # raises where the device is lost: then nothing helps
             journal.end()
@@ -172,9 +179,9 @@ class DeviceBench:
         if timed.samples:
             self._expected_us[gemm, config] = statistics.median(s.candidate_us for s in timed.samples)
             self._expected_us[gemm, incumbent] = statistics.median(s.baseline_us for s in timed.samples)
-        if first and all(s.candidate_us < _HOPELESS * s.baseline_us for s in timed.samples):
-            return []  # its instructions were cold; now its length is known, and the next slice can hold more
-        return timed.samples
+        if first:  # its instructions were cold; now its length is known, and the next slice can hold more
+            return [s for s in timed.samples if s.candidate_us >= HOPELESS * s.baseline_us]
+        return turns.add(timed.samples, timed.inner)
 
     def _endless(self, gemm: Gemm, config: KernelConfig, timed: Timed, baseline_us: float) -> bool:
         """Refuse what took so long in its one launch that it must not have a second one."""
@@ -212,7 +219,7 @@ class DeviceBench:
             if (state := self.readiness(gemm, config)) != "ready":
                 return state
             before = self._provider.serving.compiled_here()
-            args, named = self._launches.call(gemm, config, 0, TIMED_ROUTINGS[0])
+            args, named = self._launches.call(gemm, config, 0, self._launches.routings[0])
             self._provider.serving.invoke(*args, **named)
             torch.cuda.current_stream().synchronize()
             if self._provider.serving.compiled_here() != before:
@@ -228,6 +235,10 @@ class DeviceBench:
     @property
     def gpu_s(self) -> float:
         return self._device_us * 1e-6
+
+    def wind_down(self) -> bool:
+        self._comparing = self._setup = None
+        return self._held is None or self._held.forget(_FORGOTTEN_AT_ONCE)
 
     def close(self) -> None:
         self._provider.quarantine.journal.withdraw()
@@ -246,12 +257,14 @@ class DeviceBench:
         self._held = Launches(scratch, self._layers, provider.recorder, provider.kernels)
         provider.scratch_bytes = scratch.taken_bytes
         yield
-        yield from scratch.fill((*TIMED_ROUTINGS, *correctness.ROUTINGS))
+        yield from scratch.fill((*self._held.routings, *correctness.ROUTINGS))
         for gemm in GEMMS:
             config = self._baseline.of(gemm)
             candidate = self._candidate(gemm, config)
             if isinstance(candidate, str):
                 raise Declined(f"SGLang's own {gemm} config cannot be rebuilt: {candidate}")
+            yield
+            self._launches.check_table(gemm, config)
             if launch.loaded(candidate.recorded, self._device, candidate.binary) is None:
                 raise Declined(f"the {gemm} launch rebuilt for this M is not one that serving has made")
             yield

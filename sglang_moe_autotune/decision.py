@@ -23,6 +23,8 @@ Outcome = Literal["undecided", "faster", "tie"]
 
 LOOKS: Final = (12, 24, 48, 96, 192)
 """Counts of samples at which the test may end."""
+MOST_LAUNCHES: Final = 384
+"""of each side; where a sample holds many, the later looks are left out"""
 
 _HOPE: Final = 0.75
 """how far above its estimate a gain may lie, in units of the distance to its lower bound"""
@@ -39,11 +41,14 @@ class Estimate(NamedTuple):
 class PairedTest:
     """Feed it samples of both GEMMs; read ``outcome``. For a confirmation start a second one from nothing."""
 
-    def __init__(self, min_gain: float, error_rate: float = 0.005, floor: float = 0.0) -> None:
+    def __init__(
+        self, min_gain: float, error_rate: float = 0.005, floor: float = 0.0, *, per_sample: int = 1
+    ) -> None:
         """min_gain, error_rate, floor: fractions; the rate is of saying ``faster`` of a pair whose gain is below the
-        floor. A floor below zero, and a least gain below zero, allow a loss."""
+        floor. A floor below zero, and a least gain below zero, allow a loss. per_sample: launches of a side in one."""
         self._min_gain, self._floor = min_gain, floor
-        self._error_per_look = error_rate / len(LOOKS)
+        self._looks = looks(per_sample)
+        self._error_per_look = error_rate / len(self._looks)
         self._up: list[Sample] = []
         self._down: list[Sample] = []
         self._looked = 0
@@ -60,7 +65,7 @@ class PairedTest:
         """How many more samples of (up, down) the next look needs; (0, 0) when it has decided."""
         if self.outcome != "undecided":
             return 0, 0
-        goal = LOOKS[self._looked]
+        goal = self._looks[self._looked]
         return max(0, goal - len(self._up)), max(0, goal - len(self._down))
 
     @property
@@ -72,8 +77,8 @@ class PairedTest:
         """Add samples of either GEMM and look if a count is reached."""
         self._up.extend(up)
         self._down.extend(down)
-        while self.outcome == "undecided" and self.samples >= LOOKS[self._looked]:
-            self._look(LOOKS[self._looked])
+        while self.outcome == "undecided" and self.samples >= self._looks[self._looked]:
+            self._look(self._looks[self._looked])
         return self.outcome
 
     def _look(self, count: int) -> None:
@@ -87,18 +92,23 @@ class PairedTest:
         self._looked += 1
         if low > self._floor and gain >= self._min_gain:
             self.outcome = "faster"
-        elif high < self._min_gain or self._looked == len(LOOKS) or self._is_futile(count):
+        elif high < self._min_gain or self._looked == len(self._looks) or self._is_futile(count):
             self.outcome = "tie"
 
     def _is_futile(self, count: int) -> bool:
         """Could the last look say ``faster`` only if the gain were well above what it seems? Giving up says ``tie``, so
         the error rate is not touched."""
         gain, low, _ = self.estimate
-        needed = max(self._min_gain, self._floor + (gain - low) * math.sqrt(count / LOOKS[-1]))
+        needed = max(self._min_gain, self._floor + (gain - low) * math.sqrt(count / self._looks[-1]))
         return gain + _HOPE * (gain - low) < needed
 
     def _both(self) -> list[tuple[Sample, Sample]]:
         return list(zip(self._up, self._down, strict=False))
+
+
+def looks(per_sample: int) -> tuple[int, ...]:
+    """Counts of samples, each of so many launches of a side, at which a test may end."""
+    return tuple(count for count in LOOKS if count * per_sample <= MOST_LAUNCHES or count == LOOKS[0])
 
 
 @lru_cache

@@ -16,8 +16,9 @@ import msgspec
 
 from sglang_moe_autotune.bench import DIRTY, Declined, Sample
 from sglang_moe_autotune.decision import LOOKS, Estimate, PairedTest
+from sglang_moe_autotune.outcome import NO_GAIN, Outcome
 from sglang_moe_autotune.patience import Patience
-from sglang_moe_autotune.records import Evidence
+from sglang_moe_autotune.routings import per_sample
 from sglang_moe_autotune.search import Search, SearchOptions
 from sglang_moe_autotune.search_space import same_launches
 from sglang_moe_autotune.shapes import GEMMS, ConfigPair, KernelConfig, MoeShape
@@ -34,9 +35,10 @@ Phase = Literal["preparing", "searching", "deciding", "comparing", "confirming",
 
 Steps = Generator[Progress, None, None]
 
-_NO_GAIN: Final = Estimate(0.0, 0.0, 0.0)
 _LOOKS: Final = 50
 """at binaries in vain before the first rest: what is there already is launchable some passes later (see ``journal``)"""
+_ASK_AFTER: Final = 2
+"""measurements without a sample: the launch may have been refused"""
 _DIRTY_LIMIT: Final = 200
 """Empty measurements in a row after which a trial counts as not measurable: the job must end some time."""
 
@@ -59,44 +61,6 @@ class JobOptions(msgspec.Struct, frozen=True):
     poll_s: float = 0.02
     """between two looks at binaries that were all being compiled"""
     search: SearchOptions = SearchOptions()
-
-
-class Outcome(msgspec.Struct, frozen=True):
-    """How a job ended. ``pair`` is the baseline where nothing was clearly faster, and SGLang's own config where what
-    beat a learned baseline does not beat that."""
-
-    pair: ConfigPair
-    estimate: Estimate
-    """of a winner: against SGLang's own config"""
-    baseline_us: float
-    samples: int
-    measured: int
-    comparison: Comparison | None = None
-    """the one with the largest error; None for the baseline"""
-    runs: int = 0
-    """of each GEMM, over all comparisons"""
-
-    def evidence(self, gpu_s: float, before: Evidence | None) -> Evidence:
-        """For the record. ``before``: of the pair this job was measured against; it holds where that pair stays."""
-        gain, low, high = self.estimate
-        if before is not None and self.estimate == _NO_GAIN:  # the pair stays, and with it what is known of it
-            # Of two records with one gain the store keeps that with more samples.
-            samples = before.samples + max(1, self.samples)
-            return msgspec.structs.replace(before, samples=samples, measured=self.measured, gpu_s=gpu_s)
-        return Evidence(
-            baseline_us=self.baseline_us,
-            chosen_us=self.baseline_us * (1 - gain),
-            gain=gain,
-            gain_low=low,
-            gain_high=high,
-            samples=self.samples,
-            measured=self.measured,
-            gpu_s=gpu_s,
-            # Errors add up: this pair was compared with the one before, and that one with SGLang's own.
-            max_error=self.comparison.error + ((before and before.max_error) or 0.0) if self.comparison else None,
-            tolerance=self.comparison.tolerance if self.comparison else None,
-            runs=self.runs,
-        )
 
 
 class _Proven(NamedTuple):
@@ -138,6 +102,7 @@ class Job:
         self._allowance, self._quick, self._only = allowance, quick, only
         self._own = baseline if own is None else own
         self._tried, self._why = False, ""
+        self._per_sample = per_sample(shape, M)
 
     def steps(self) -> Steps:
         """One bench call at most between two yields."""
@@ -162,7 +127,7 @@ class Job:
         yield from self._race(search)
         if self._tried and not search.measured:
             raise Declined(f"none of its candidates could be measured; {self._why}")
-        self.outcome = Outcome(self.baseline, _NO_GAIN, search.baseline_us, 0, search.measured)
+        self.outcome = Outcome(self.baseline, NO_GAIN, search.baseline_us, 0, search.measured)
         for pair, relative in search.ranked(self._options.pairs):
             if pair == self.baseline or relative > 1 - self._options.min_gain:
                 break  # a test of what does not even look faster would cost most of all and end in a tie
@@ -222,6 +187,8 @@ class Job:
                 continue
             dirty += 1
             yield "worked"
+            if dirty % _ASK_AFTER:
+                continue
             if self._bench.readiness(*trial) == "failed":
                 search.fail(trial, self._bench.reason(*trial))  # it could be loaded and not be launched
             elif dirty >= _DIRTY_LIMIT:
@@ -303,7 +270,9 @@ class Job:
 
     def _test(self, pair: ConfigPair, search: Search) -> Generator[Progress, None, PairedTest]:
         """A paired test from nothing."""
-        test = PairedTest(self._options.min_gain, self._options.error_rate, self._options.floor)
+        test = PairedTest(
+            self._options.min_gain, self._options.error_rate, self._options.floor, per_sample=self._per_sample
+        )
         yield from self._feed(test, pair, search)
         return test
 
@@ -319,10 +288,10 @@ class Job:
             return None
         gain, low, _ = step.estimate
         needed = 1 - (1 - self._options.own_gain) / (1 - gain)
-        test = PairedTest(needed, self._options.error_rate, 1 - 1 / (1 - low))
+        test = PairedTest(needed, self._options.error_rate, 1 - 1 / (1 - low), per_sample=self._per_sample)
         yield from self._feed(test, self._own, search, turned=True)
         if test.outcome != "faster":
-            self.outcome = Outcome(self._own, _NO_GAIN, test.baseline_us, test.samples, search.measured)
+            self.outcome = Outcome(self._own, NO_GAIN, test.baseline_us, test.samples, search.measured)
             return None
         both = (1 - (1 - a) * (1 - b) for a, b in zip(test.estimate, step.estimate, strict=True))
         return _Proven(Estimate(*both), test.baseline_us, step.samples + test.samples)
@@ -346,4 +315,4 @@ class Job:
             raise Declined(DIRTY)
 
     def _note_tie(self, test: PairedTest, measured: int) -> None:
-        self.outcome = Outcome(self.baseline, _NO_GAIN, test.baseline_us, test.samples, measured)
+        self.outcome = Outcome(self.baseline, NO_GAIN, test.baseline_us, test.samples, measured)

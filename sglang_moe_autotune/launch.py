@@ -165,6 +165,11 @@ def rebind(bound: tuple[Any, ...], swaps: Sequence[Mapping[int, Any]]) -> list[t
     return found
 
 
+def address(value: Any) -> Any:
+    """Of a tensor where it lies, of anything else the value: what tells two launches' arguments apart."""
+    return value.data_ptr() if hasattr(value, "data_ptr") else value
+
+
 def cache_hash(source: ASTSource, target: Any, options: Any) -> str:
     """The name of the folder that ``triton.compile`` would use for this source."""
     key = get_cache_key(source, make_backend(target), options, env_vars=get_cache_invalidating_env_vars())

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import torch
 from triton.errors import TritonError
 
-from sglang_moe_autotune import correctness, launch
+from sglang_moe_autotune import correctness, launch, routings
 from sglang_moe_autotune.bench import Declined
 from sglang_moe_autotune.layers import LiveLayer, gemm_call, quant_info, weight_operands
 from sglang_moe_autotune.scratch import FLUSH_BYTES, Scratch
@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from sglang_moe_autotune.kernels import Kernels
     from sglang_moe_autotune.shapes import Gemm, KernelConfig
 
-TIMED_ROUTINGS: Final = ("uniform", "uniform-2", "skewed", "uniform-3")
-"""what launches are timed with"""
 REFUSALS: Final = (TritonError, RuntimeError, OSError, ValueError, KeyError, AssertionError, TypeError)
 """what Triton's cache, its launcher and the driver raise for a candidate that is impossible or damaged"""
 NO_MEMORY: Final = "the scratch memory was not there after all"
@@ -49,27 +47,41 @@ class Launches:
         self._scratch, self._layers, self._recorder, self._kernels = scratch, layers, recorder, kernels
         self._device = torch.cuda.current_device()
         self._candidates: dict[tuple[Gemm, KernelConfig], Candidate | str] = {}
+        self.routings = routings.timed(scratch.shape, scratch.M)
+        """what launches are timed with"""
 
     def candidate(self, gemm: Gemm, config: KernelConfig) -> Candidate | str:
         """The candidate, or why it is refused. Raises Declined where that says nothing about it."""
         place = (gemm, config)
         if place not in self._candidates:
             try:
-                launches = [self._record(gemm, config, 0, routing)[0] for routing in TIMED_ROUTINGS]
-                binary = launch.binary_of(launches[0], self._device)
-                binaries = [binary, *(launch.binary_of(made, self._device, binary) for made in launches[1:])]
+                recorded = self._record(gemm, config, 0, self.routings[0])[0]
+                binary = launch.binary_of(recorded, self._device)
+                table = self._table(gemm, config, binary)
             except torch.OutOfMemoryError as error:  # a RuntimeError that says nothing about the candidate
                 raise Declined(NO_MEMORY) from error
             except REFUSALS as error:
                 self._candidates[place] = f"SGLang refuses this launch: {type(error).__name__}: {error}"
             else:
-                if any(other.hash != binary.hash for other in binaries):
-                    self._candidates[place] = "its launches with different routings need different binaries"
-                else:
-                    swaps = self._swaps(gemm)
-                    table = [launch.rebind(b.bound, swaps) for b in binaries]
-                    self._candidates[place] = Candidate(binary, launches[0], table)
+                self._candidates[place] = Candidate(binary, recorded, table)
         return self._candidates[place]
+
+    def check_table(self, gemm: Gemm, config: KernelConfig) -> None:
+        """Record the launch with the last routing too. Raises Declined where its arguments are not those of the table:
+        SGLang then derives something from a routing that swapping its tensors does not bring along."""
+        candidate = self.candidate(gemm, config)
+        assert not isinstance(candidate, str)  # noqa: S101 - for the type checker
+        made = self._record(gemm, config, 0, self.routings[-1])[0]
+        recorded = launch.binary_of(made, self._device, candidate.binary)
+        mine, theirs = (list(map(launch.address, args)) for args in (candidate.table[-1][0], recorded.bound))
+        if recorded.hash != candidate.binary.hash or mine != theirs:
+            raise Declined(f"the {gemm} launch depends on the routing in a way that is not known")
+
+    def forget(self, count: int) -> bool:
+        """Drop some of what was recorded, which takes its time; True where nothing is left."""
+        for _ in range(min(count, len(self._candidates))):
+            self._candidates.popitem()
+        return not self._candidates
 
     def refuse(self, gemm: Gemm, config: KernelConfig, reason: str) -> None:
         """From now on it is refused for this reason."""
@@ -94,7 +106,7 @@ class Launches:
     @property
     def rotation(self) -> Rotation:
         """What timed launches vary over."""
-        return Rotation(len(TIMED_ROUTINGS), min(len(self._layers), _MAX_LAYERS))
+        return Rotation(len(self.routings), min(len(self._layers), _MAX_LAYERS))
 
     def side(self, gemm: Gemm, config: KernelConfig) -> Side:
         """Launches of a config, by routing and layer. Raises what ``load`` raises."""
@@ -149,6 +161,20 @@ class Launches:
         """A launch and the tensor that it writes to."""
         args, named = self.call(gemm, config, place, routing)
         return self._recorder.record(*args, quantise=self._scratch.quantise, **named), args[_C]
+
+    def _table(self, gemm: Gemm, config: KernelConfig, binary: launch.Binary) -> list[list[tuple[Any, ...]]]:
+        """The arguments by routing and layer, from those of the first of both: what differs are tensors of one size.
+        Raises ValueError where it is more than that."""
+        layers = self._swaps(gemm)
+        first, *others = (self._scratch.routed(config.BLOCK_SIZE_M, routing) for routing in self.routings)
+        table = []
+        for these in (first, *others):
+            for mine, theirs in zip(first, these, strict=True):
+                if mine.shape != theirs.shape or mine.data_ptr() % 16 != theirs.data_ptr() % 16:
+                    raise ValueError("its launches with different routings need different binaries")
+            routed = {a.data_ptr(): b for a, b in zip(first, these, strict=True)}
+            table.append(launch.rebind(binary.bound, [{**routed, **layer} for layer in layers]))
+        return table
 
     def _swaps(self, gemm: Gemm) -> list[dict[int, torch.Tensor]]:
         """For each layer of the rotation: its weights by the address of the first layer's, which were recorded."""

@@ -118,6 +118,10 @@ class MarkedBench:
     def gpu_s(self) -> float:
         return self._bench.gpu_s
 
+    def wind_down(self) -> bool:
+        self._of.did = "closing a bench"
+        return self._bench.wind_down()
+
     def close(self) -> None:
         self._of.did = self._of.did or "closing a bench"
         self._bench.close()

@@ -239,8 +239,8 @@ class Peers:
                 self.checks.add(proposal)
 
     def _check(self, *, deep_idle: bool) -> Step:
-        if not self.checks.busy:
-            self._tuner.abandon()  # one bench at a time
+        if not self.checks.busy and not self._tuner.give_way():  # one bench at a time
+            return "worked"
         before_s = self.checks.gpu_s
         try:
             return self.checks.step(deep_idle=deep_idle)

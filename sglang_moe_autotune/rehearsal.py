@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
-from sglang_moe_autotune import correctness
-from sglang_moe_autotune.launches import TIMED_ROUTINGS
+from sglang_moe_autotune import correctness, routings
 from sglang_moe_autotune.scratch import Scratch
 from sglang_moe_autotune.shapes import GEMMS
 from sglang_moe_autotune.timing import PairTimer, Rotation
@@ -53,11 +52,11 @@ def _one(shape: MoeShape, align: Align) -> None:
     local_share = 0.5 if shape.ep else 1.0
     scratch = Scratch(shape, _TOKENS, align, local_share, flush=False)
     try:
-        for _ in scratch.fill((*TIMED_ROUTINGS, *correctness.ROUTINGS)):
+        for _ in scratch.fill((*routings.MANY, *correctness.ROUTINGS)):
             pass
         with scratch.allocating():
             torch.randperm(_MANY, device=scratch.output.device, generator=scratch.generator)
-        scratch.buffers("up", 16, TIMED_ROUTINGS[0], scratch.output)
+        scratch.buffers("up", 16, routings.MANY[0], scratch.output)
         for _ in correctness.case_steps(scratch, _launches, _terms):
             pass
         PairTimer().time(_side(scratch), _side(scratch), Rotation(1, 1), (1.0, 1.0), 1, _SPIN_US)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Final
 
 from sglang_moe_autotune import noise
 from sglang_moe_autotune.bench import ALONE, COMPARE_CASES, Bench, Comparison, Readiness, Sample
+from sglang_moe_autotune.routings import Round, per_sample
 from sglang_moe_autotune.shapes import GEMMS, ConfigPair, Gemm, KernelConfig, MoeShape
 
 if TYPE_CHECKING:
@@ -96,6 +97,7 @@ class ReplayBench:
         self._provider, self._M, self._baseline = provider, M, baseline
         self._share = provider.share
         self._loaded: set[tuple[Gemm, KernelConfig]] = set()
+        self._rounds: dict[tuple[Gemm, KernelConfig], Round] = {}
         self._spent_us = 0.0
 
     def prepare(self) -> bool:
@@ -113,10 +115,11 @@ class ReplayBench:
             self._loaded.add((gemm, config))
             self._spend(ours_us)
             return []
-        fitting = max(1, min(count, int(SLICE_US / (ours_us + theirs_us))))
-        samples = self._provider.noise.slice(ours_us, theirs_us, fitting)
-        self._spend(sum(map(sum, samples)))
-        return samples
+        turns = self._rounds.setdefault((gemm, config), Round(per_sample(self._provider.landscape.shape, self._M)))
+        fitting = max(1, min(turns.pairs(count), int(SLICE_US / (ours_us + theirs_us))))
+        times = self._provider.noise.slice(ours_us, theirs_us, fitting)
+        self._spend(sum(map(sum, times)))
+        return turns.add(times)
 
     def compare(self, pair: ConfigPair, case: int) -> Comparison | None:  # noqa: ARG002 - outputs were not recorded
         runs = self._share.runs
@@ -136,6 +139,9 @@ class ReplayBench:
     @property
     def gpu_s(self) -> float:
         return self._spent_us * 1e-6
+
+    def wind_down(self) -> bool:
+        return True
 
     def close(self) -> None:
         """Nothing is held."""

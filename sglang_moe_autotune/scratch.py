@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from sglang_moe_autotune import correctness
+from sglang_moe_autotune import correctness, routings
 from sglang_moe_autotune.layers import Buffers
 from sglang_moe_autotune.search_space import AXES, EIGHT_BIT
 
@@ -24,7 +24,6 @@ FLUSH_BYTES = 256 << 20
 """more than the L2 cache of any GPU: writing as much leaves nothing of the weights there"""
 
 _MARGIN_BYTES = 192 << 20
-_MOST_ROUTINGS = 8
 _ALLOCATOR, _WHOLE = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"), "max_split_size"
 """PyTorch's settings of its allocator, and the one with which large pieces are not cut up"""
 _SEED = 20
@@ -58,7 +57,8 @@ def _operand_bytes(shape: MoeShape, M: int, *, flush: bool) -> int:  # noqa: N80
     # launches that were recorded before a ``refresh`` keep theirs, and the next ones are made while the last are there.
     quantised = 3 * inputs * 17 // 16 if shape.dtype in EIGHT_BIT else 0
     outputs = 2 * _output_elements(shape, M, flush=flush)
-    return width * (inputs + outputs) + quantised + _MOST_ROUTINGS * _aligned_bytes(shape, M)
+    kinds = {*routings.timed(shape, M), *correctness.ROUTINGS}
+    return width * (inputs + outputs) + quantised + len(kinds) * _aligned_bytes(shape, M)
 
 
 def _aligned_bytes(shape: MoeShape, M: int) -> int:  # noqa: N803
@@ -130,12 +130,12 @@ class Scratch:
         del self.output, self.reference, self._weights
         self._pool = None
 
-    def fill(self, routings: tuple[str, ...]) -> Iterator[None]:
+    def fill(self, names: tuple[str, ...]) -> Iterator[None]:
         """Random activations and the named routings, for each size of a tile's rows; ``uniform-2`` is another draw of
         ``uniform``. A step makes one of them."""
         yield from self.refresh()
         shape = self.shape
-        for name in dict.fromkeys(routings):
+        for name in dict.fromkeys(names):
             kind = name if name in correctness.ROUTINGS else name.rpartition("-")[0]
             with self.allocating():
                 self._ids[name] = correctness.topk_ids(
@@ -156,12 +156,15 @@ class Scratch:
     def buffers(self, gemm: Gemm, block_m: int, routing: str, output: torch.Tensor) -> Buffers:
         """The operands of one launch; ``output`` is this object's ``output`` or ``reference``. Raises KeyError for a
         routing that was not filled, or a ``block_m`` that is none of the search space."""
-        sorted_ids, experts, post_padded = self._aligned[routing, block_m][:3]
         c = self.view(gemm, output)
         return Buffers(
-            self._a[gemm], c if gemm == "down" else c.view(-1, c.shape[-1]), self._weights, self._ids[routing],
-            sorted_ids, experts, post_padded,
+            self._a[gemm], c if gemm == "down" else c.view(-1, c.shape[-1]), self._weights,
+            *self.routed(block_m, routing),
         )  # fmt: skip
+
+    def routed(self, block_m: int, routing: str) -> tuple[torch.Tensor, ...]:
+        """The tensors of one launch that are a routing's own: ids, and what they are aligned to."""
+        return self._ids[routing], *self._aligned[routing, block_m][:3]
 
     def _align_to(self, routing: str, block_m: int) -> None:
         with self.allocating():

@@ -21,6 +21,7 @@ from sglang_moe_autotune.experience import Experience, Trial
 from sglang_moe_autotune.lags import OTHER, SHARE, lags, least_by_tile
 from sglang_moe_autotune.lags import best as best_of
 from sglang_moe_autotune.measurement import Measurement
+from sglang_moe_autotune.routings import per_sample
 from sglang_moe_autotune.search_space import AXES, filled, neighbours
 from sglang_moe_autotune.shapes import GEMMS, ConfigPair, Gemm, KernelConfig, MoeShape
 
@@ -46,7 +47,7 @@ class SearchOptions(msgspec.Struct, frozen=True):
     leaders: int = 3
     """configs of a GEMM whose neighbours are tried in a round"""
     stages: tuple[int, ...] = (1, 3, 8)
-    """samples that a trial has after each stage of a race"""
+    """launches that a trial has after each stage of a race, at least: a sample may hold several"""
     final_stages: tuple[int, ...] = (24, 64)
     finalists: tuple[int, ...] = (5, 3)
     """trials of a GEMM in each final stage"""
@@ -65,7 +66,7 @@ class SearchOptions(msgspec.Struct, frozen=True):
     """with each config in use beyond these the tie grows by half"""
 
 
-_PRIOR_SIGMA: Final = 0.03  # of one paired sample, until enough were seen to tell
+_PRIOR_SIGMA: Final = 0.03  # of one pair of launches, until enough were seen to tell
 _PER_RANK: Final = 0.0005  # what a place in the prior's order is worth, in log time
 
 
@@ -104,6 +105,7 @@ class Search:
         self._share: dict[Gemm, float] = dict(SHARE)
         self._race: dict[Trial, None] = {}
         self._target = 0
+        self._per_sample = per_sample(shape, M)
         self._promise: dict[KernelConfig, int] = {}
         self._allowance, self._quick, self._only = allowance, quick, only
         self._left = max(0, self.options.compiled_per_shape - len(experience.ordered))
@@ -207,8 +209,8 @@ class Search:
         yield []
         self.experience.conclude(self.M, lags(self._costs()))
 
-    def _wanted(self, target: int) -> list[Trial]:
-        self._target = target
+    def _wanted(self, launches: int) -> list[Trial]:
+        self._target = math.ceil(launches / self._per_sample)
         return [trial for trial in self._race if self.count(trial)]
 
     def _enter(self, configs: Iterable[KernelConfig]) -> None:
@@ -313,7 +315,7 @@ class Search:
         """The spread of one paired log-ratio, from the repeated trials in the race."""
         repeated = [row for t in self._race if (row := self._rows.get(t)) and len(row.logs) >= 3]
         spreads = [abs(log - row.centre) for row in repeated for log in row.logs[:8]]
-        return _PRIOR_SIGMA if len(spreads) < 24 else 1.48 * median(spreads) * 1.2 + 1e-4
+        return _PRIOR_SIGMA / math.sqrt(self._per_sample) if len(spreads) < 24 else 1.48 * median(spreads) * 1.2 + 1e-4
 
 
 class _Steps:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from sglang_moe_autotune.records import Key, Record
     from sglang_moe_autotune.shapes import MoeShape
-    from sglang_moe_autotune.tuner import Snapshot
+    from sglang_moe_autotune.snapshot import Snapshot
 
 Progress = Literal["learned", "baseline", "queued", "deferred", "failed"]
 """Of one M. ``learned``: a faster pair is stored. ``baseline``: searched, SGLang's answer stays. ``queued``: not

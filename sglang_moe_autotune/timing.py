@@ -41,15 +41,18 @@ class Planned(NamedTuple):
     layer: int
 
 
-def plan(turn: int, launched: int, inner: int, rotation: Rotation) -> list[Planned]:
+def plan(before: int, launched: int, inner: int, rotation: Rotation) -> list[Planned]:
     """The launches of one turn: ``inner`` of each side, both with the same routings.
 
-    A-B, B-A, B-A, A-B, ...: a drift meets both sides alike. Layers go round over all launches, whichever side
-    makes them, so that each launch finds in the L2 cache what any other finds there: weights that were last
-    drawn through it a whole round ago. ``launched`` counts the launches before this turn.
+    A-B, B-A, B-A, A-B, ...: a drift meets both sides alike. Routings go round for each trial by itself, so that the
+    first launches of two trials are comparable: ``before`` counts those of each side before this turn. With each round
+    they meet the sides in another order. Layers go round over all launches, whichever side makes them, so that each
+    launch finds in the L2 cache what any other finds there: weights that were last drawn through it a whole round ago.
+    ``launched`` counts the launches before this turn.
     """
+    turn = before // inner + (before // rotation.routings if inner < rotation.routings else 0)
     first = turn % 4 in (0, 3)
-    routings = [(turn // 2 + step) % rotation.routings for step in range(inner)]
+    routings = [(before + step) % rotation.routings for step in range(inner)]
     sides = [(side, routing) for side in (first, not first) for routing in routings]
     return [Planned(*pair, (launched + i) % rotation.layers) for i, pair in enumerate(sides)]
 
@@ -65,10 +68,18 @@ class Timed(NamedTuple):
     """What one slice measured."""
 
     samples: list[Sample]
+    inner: int
+    """launches of each side in one of them, which has their mean times"""
     device_us: float
     """from the first to the last event, the spin included: what the slice cost"""
     launched_us: float
     """without the spin; the host's gaps are in it where the slice was dirty"""
+
+
+def inner_launches(expected_us: tuple[float, float]) -> int:
+    """Launches of each side in a pair, by what one of each takes: infinite for one that has never run."""
+    known = max(expected_us) < float("inf")
+    return _LAUNCHES_PER_INTERVAL if known and min(expected_us) < _SHORT_LAUNCH_US else 1
 
 
 def clocked(step: Callable[[], _T]) -> tuple[_T, float]:
@@ -96,8 +107,8 @@ class PairTimer:
         """of one launch, as of late, where launches are short and where they are not"""
         self._cycles_per_us = _CYCLES_PER_US
         self._ended_s = float("-inf")
-        self._turn = self._launched = 0
-        """pairs and launches so far: the plan goes on from slice to slice"""
+        self._launched = 0
+        """so far: layers go on from slice to slice"""
 
     def time(
         self,
@@ -107,15 +118,15 @@ class PairTimer:
         expected_us: tuple[float, float],
         count: int,
         slice_us: float,
+        before: int = 0,
     ) -> Timed:
         """Up to ``count`` pairs, as many as fit ``slice_us``, at least one.
 
         expected_us: what one launch of each side is thought to take; infinite for a candidate that has never run,
-        which then gets one launch alone.
+        which then gets one launch alone. before: launches of each side that this trial had so far, see ``plan``.
         """
         unknown = expected_us[0] == float("inf")
-        short = min(expected_us[0] if not unknown else expected_us[1], expected_us[1]) < _SHORT_LAUNCH_US
-        inner = _LAUNCHES_PER_INTERVAL if short and not unknown else 1
+        short, inner = min(expected_us) < _SHORT_LAUNCH_US, inner_launches(expected_us)
         pair_us = inner * ((0.0 if unknown else expected_us[0]) + expected_us[1])
         host_us = 2 * inner * self._host_us[short]
         if short:  # a slice can be longer than a spin
@@ -125,9 +136,8 @@ class PairTimer:
         events = self._take_events(2 * pairs + 2)
         plans = []
         for pair in range(pairs):
-            plans.append(plan(self._turn + pair, self._launched, inner, rotation))
+            plans.append(plan(before + pair * inner, self._launched, inner, rotation))
             self._launched += 2 * inner
-        self._turn += pairs
         hidden = len(plans) * len(plans[0]) if short else 1
         made, starved, host_us = 0, False, 0.0
         cycles = self._cycles(short, hidden)
@@ -152,13 +162,13 @@ class PairTimer:
         device_us = events[0].elapsed_time(last) * 1e3
         launched_us = device_us - spin_us
         if starved:
-            return Timed([], device_us, launched_us)
+            return Timed([], inner, device_us, launched_us)
         spans = [events[i].elapsed_time(events[i + 1]) * 1e3 / inner for i in range(1, 2 * pairs + 1)]
         samples = []
         for pair in range(pairs):
             first, second = spans[2 * pair], spans[2 * pair + 1]
             samples.append(Sample(first, second) if plans[pair][0].candidate else Sample(second, first))
-        return Timed(samples, device_us, launched_us)
+        return Timed(samples, inner, device_us, launched_us)
 
     @property
     def host_us(self) -> float:

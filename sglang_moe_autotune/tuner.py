@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
-from sglang_moe_autotune import consolidation, looks, records
+from sglang_moe_autotune import consolidation, looks, records, snapshot
 from sglang_moe_autotune.agenda import FINISHED_LOOKS, Agenda, Deferral, Entry, Key
 from sglang_moe_autotune.bench import Declined
 from sglang_moe_autotune.experience import Experience
-from sglang_moe_autotune.job import Job, JobOptions, Outcome, Phase
+from sglang_moe_autotune.job import Job, JobOptions
 from sglang_moe_autotune.prior import Prior
 from sglang_moe_autotune.records import Record, Source
 from sglang_moe_autotune.search import SearchOptions
@@ -23,7 +23,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from sglang_moe_autotune.bench import Bench, BenchmarkProvider
+    from sglang_moe_autotune.outcome import Outcome
     from sglang_moe_autotune.shapes import ConfigPair, KernelConfig, MoeShape
+    from sglang_moe_autotune.snapshot import Snapshot
     from sglang_moe_autotune.tried import Tried
 
 Step = Literal["worked", "waiting", "nothing"]
@@ -49,22 +51,6 @@ class TunerOptions(msgspec.Struct, frozen=True):
     source: Source = "learned"
     sglang: str = ""
     driver: str = ""
-
-
-class Snapshot(msgspec.Struct, frozen=True):
-    """The tuner at a moment, for people. Keys are (slug of the shape, M)."""
-
-    queue: tuple[tuple[str, int], ...]
-    """hottest first"""
-    current: tuple[str, int] | None
-    phase: Phase | None
-    deferred: dict[tuple[str, int], str]
-    failed: tuple[tuple[str, int], ...]
-    faster: int
-    baseline: int
-    compiled: dict[str, int]
-    """configs ordered by shape"""
-    gpu_s: float
 
 
 class Tuner:
@@ -97,6 +83,8 @@ class Tuner:
         self._current: Entry | None = None
         self._job: Job | None = None
         self._bench: Bench | None = None
+        self._ended: Bench | None = None
+        """a bench whose job is over and that is being closed, a step at a time"""
         self._counted_s = 0.0
         self._steps: Iterator[Step] = iter(())
 
@@ -149,8 +137,11 @@ class Tuner:
 
     def step(self, deep_idle: bool) -> Step:
         """At most one slice. Exceptions of the bench propagate: its job is dropped, and the tuner stays usable."""
+        if self._ended is not None:
+            self._wind_down(self._ended)
+            return "worked"
         if not self._may_go_on(deep_idle):
-            return "worked" if self._agenda.asking else "nothing"
+            return "worked" if self._agenda.asking or self._ended is not None else "nothing"
         entry, clean = self._current, False
         try:
             result = next(self._steps, None)
@@ -163,7 +154,7 @@ class Tuner:
             if not clean:
                 self._fault()
         if result is None:
-            self._close()
+            self._end()
             return "worked"
         self._account()
         return result
@@ -179,8 +170,8 @@ class Tuner:
         entry = self._agenda.next_entry(now_s, *again, deep_idle=deep_idle)
         if entry is None:
             return False
-        if self._current is not None:
-            self.abandon()  # it waits for deep idle, which may not come for hours
+        if self._current is not None and not self.give_way():  # it waits for deep idle, which may not come for hours
+            return False
         self._current, self._steps = entry, self._run(entry)
         return True
 
@@ -189,22 +180,20 @@ class Tuner:
         self._close()
         self._agenda.wake()
 
+    def give_way(self) -> bool:
+        """The same in steps, one a call; True where no bench is open any more."""
+        if self._ended is not None:
+            self._wind_down(self._ended)
+        elif self._current is not None:
+            self._end()
+            self._agenda.wake()
+        return self._ended is None
+
     def snapshot(self) -> Snapshot:
         """For status; costs a sort of the queue."""
-        agenda, current, job = self._agenda, self._current, self._job  # once: the serving thread goes on meanwhile
-        learned = {key: entry.record for key, entry in agenda.entries.items() if entry.record is not None}
-        verdicts = [record.verdict for record in (agenda.stored | learned).values()]
-        return Snapshot(
-            queue=tuple((e.shape.slug, e.M) for e in agenda.queued()),
-            current=(current.shape.slug, current.M) if current else None,
-            phase=job.phase if job else None,
-            deferred={(shape.slug, m): d.reason for (shape, m), d in agenda.deferred.items()},
-            failed=tuple((e.shape.slug, e.M) for e in agenda.entries.values() if e.state == "failed"),
-            faster=verdicts.count("faster"),
-            baseline=verdicts.count("baseline"),
-            compiled={shape.slug: len(e.ordered) for shape, e in self._experience.items()},
-            gpu_s=self.gpu_s,
-        )
+        current, job = self._current, self._job  # once: the serving thread goes on meanwhile
+        compiled = {shape.slug: len(e.ordered) for shape, e in self._experience.items()}
+        return snapshot.take(self._agenda, current, job.phase if job else None, compiled, self.gpu_s)
 
     # -- jobs ------------------------------------------------------------------------------------------------------
 
@@ -272,7 +261,6 @@ class Tuner:
             self._settle(entry, experience, job.outcome)
         if self._tell is not None:
             self._tell(entry.shape, entry.M, self._ratios.tried(entry.key, experience, job.outcome.pair))
-        yield "worked"  # giving the bench's memory back takes as long as a step
 
     def _settle(self, entry: Entry, experience: Experience, outcome: Outcome) -> None:
         """Hand the record to the sink; only then is the M done, so that a failing sink loses nothing."""
@@ -308,11 +296,28 @@ class Tuner:
             self._current.gpu_s += fresh_s
             self.gpu_s += fresh_s
 
-    def _close(self) -> None:
+    def _end(self) -> None:
+        """The job is over; its bench is closed by the next steps."""
         self._account()
-        bench, self._bench, self._current, self._job = self._bench, None, None, None
+        if self._bench is not None:
+            self._ended = self._bench
+        self._bench = self._current = self._job = None
         self._steps, self._counted_s = iter(()), 0.0
-        if bench is not None:
+
+    def _wind_down(self, bench: Bench) -> None:
+        done = True
+        try:
+            done = bench.wind_down()
+        finally:
+            if done:
+                self._ended = None
+                bench.close()
+
+    def _close(self) -> None:
+        """The job is over, and its bench is closed at once."""
+        self._end()
+        if self._ended is not None:
+            bench, self._ended = self._ended, None
             bench.close()
 
     def _fault(self) -> None:

@@ -19,7 +19,7 @@ LAYERS: dict[str, Layer] = {
             "__init__", "shapes", "search_space", "prior", "search", "decision", "records", "sglang_json",
             "lookup", "tried", "tuner", "landscape", "replay", "errors", "targets",
             "experience", "summary", "document", "record_rows", "validity", "heat", "bench", "budget",
-            "job", "patience", "regimes", "agenda", "looks", "consolidation", "measurement", "noise", "lags",
+            "job", "outcome", "patience", "routings", "snapshot", "regimes", "agenda", "looks", "consolidation", "measurement", "noise", "lags",
             "accord", "checks", "votes", "hearsay", "epochs",
             "tally", "errand", "inspection", "source", "kernel_source", "contract", "fit", "matrix",
             "captures", "graph_contract",

@@ -20,7 +20,7 @@ from sglang_moe_autotune.decision import Estimate
 from sglang_moe_autotune.device import Device
 from sglang_moe_autotune.explain import Files, Manner, kept_back
 from sglang_moe_autotune.held import Candidate, Held
-from sglang_moe_autotune.job import Outcome
+from sglang_moe_autotune.outcome import Outcome
 from sglang_moe_autotune.overlay import Overlay
 from sglang_moe_autotune.records import Contents, ShapeNote
 from sglang_moe_autotune.shapes import ConfigPair, KernelConfig

@@ -6,8 +6,8 @@ import pytest
 from record_values import record, shape
 
 from sglang_moe_autotune.records import Evidence, Record
+from sglang_moe_autotune.snapshot import Snapshot
 from sglang_moe_autotune.tally import ShapeTally, tally
-from sglang_moe_autotune.tuner import Snapshot
 
 SHAPE, OTHER = shape(128), shape(64)
 SLUG = SHAPE.slug

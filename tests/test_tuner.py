@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from typing import TYPE_CHECKING, Any
 
@@ -33,7 +34,7 @@ LANDSCAPE = synthetic.landscape(ms=(3, 12, 24, 512), ruggedness=0.02)  # C34: M 
 SHAPE = LANDSCAPE.shape
 FEW = SearchOptions(compiled_per_shape=12)
 ONE_LOOK = TunerOptions(search=SearchOptions(looks=1))
-CALLS = ("prepare", "readiness", "measure", "compare", "adopt", "close")
+CALLS = ("prepare", "readiness", "measure", "compare", "adopt", "wind_down", "close")
 
 
 class Watched:
@@ -298,6 +299,9 @@ def test_a_long_job_gives_way_when_deep_idle_ends() -> None:
     spent_s = bed.tuner.gpu_s
     assert bed.tuner.step(deep_idle=False) == "nothing"
     bed.add(3)
+    for _ in range(2):  # the long one's bench is closed first
+        assert bed.tuner.step(deep_idle=False) == "worked"
+        assert bed.tuner.snapshot().current is None
     assert bed.tuner.step(deep_idle=False) == "worked"
     assert bed.tuner.snapshot().current == (SHAPE.slug, 3)
     assert bed.provider.open_benches <= 1
@@ -670,6 +674,45 @@ def test_abandoning_closes_at_once_and_what_was_measured_is_not_measured_again()
     )
     assert samples < 1.3 * of_whole
     assert last(bed.records)[512].verdict == "faster"
+
+
+def lingering(steps: int = 3) -> Watched:
+    """A bench takes so many steps to be given back."""
+    done = itertools.cycle([*[False] * (steps - 1), True])
+    return Watched(wind_down=lambda: next(done))
+
+
+def test_a_bench_is_given_back_a_step_at_a_time_before_the_next_one_is_opened() -> None:
+    bed = Bed(lingering()).add(3, 12)
+    for _ in bed.run():
+        assert bed.provider.open_benches <= 1
+    calls = bed.provider.calls
+    assert calls.count("close") >= 2
+    for place, call in enumerate(calls):
+        if call == "close":
+            assert calls[place - 3 : place] == ["wind_down"] * 3
+    assert bed.provider.open_benches == 0
+
+
+def test_what_is_being_given_back_is_closed_at_once_where_it_must_be() -> None:
+    bed = Bed(lingering(1000)).add(3)
+    while "wind_down" not in bed.provider.calls:
+        bed.tuner.step(deep_idle=True)
+    assert bed.provider.open_benches == 1
+    bed.tuner.abandon()
+    assert bed.provider.open_benches == 0
+    assert bed.tuner.give_way()
+
+
+def test_a_bench_whose_giving_back_raises_is_closed_all_the_same() -> None:
+    def fails() -> bool:
+        raise RuntimeError("the device says no")
+
+    bed = Bed(Watched(wind_down=fails)).add(3)
+    with pytest.raises(RuntimeError, match="says no"):
+        bed.finish()
+    assert bed.provider.open_benches == 0
+    assert set(last(bed.records)) == {3}
 
 
 def test_abandoned_again_and_again_it_still_ends() -> None:

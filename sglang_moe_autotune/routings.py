@@ -1,0 +1,76 @@
+"""The routings that launches are timed with, and how many launches of each side make one sample. Pure."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Final
+
+from sglang_moe_autotune.bench import Sample
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from sglang_moe_autotune.shapes import MoeShape
+
+FEW: Final = ("uniform", "uniform-2", "skewed", "uniform-3")
+"""Three draws of even loads, and one in which some experts are eight times as popular as the mean."""
+MANY: Final = (*FEW, "uniform-4", "uniform-5", "skewed-2", "uniform-6")
+
+HOPELESS: Final = 3.0
+"""A launch this many times its baseline's says enough by itself."""
+
+_SPARSE: Final = 4
+"""Tokens an expert, on average, below which some experts have none in one routing and some in another."""
+
+
+def timed(shape: MoeShape, M: int) -> tuple[str, ...]:  # noqa: N803
+    """The routings of this M, in the order in which each trial meets them."""
+    return MANY if _is_sparse(shape, M) else FEW
+
+
+def per_sample(shape: MoeShape, M: int) -> int:  # noqa: N803
+    """Launches of each side that make one sample.
+
+    Where tokens are few, the experts that have any are another number with each routing, and with it the number of
+    tiles: on an H200 one config took 75 us with one routing and 110 with another, and two configs changed places. A
+    sample then holds a launch with each. Where every expert has tokens, one launch says as much as another.
+    """
+    return len(MANY) if _is_sparse(shape, M) else 1
+
+
+def _is_sparse(shape: MoeShape, M: int) -> bool:  # noqa: N803
+    return M * shape.top_k < _SPARSE * shape.E
+
+
+class Round:
+    """Puts the launches of one trial together to samples."""
+
+    def __init__(self, size: int) -> None:
+        """size: launches of each side in a sample."""
+        self._size = size
+        self.launched = 0
+        """of each side so far: says which routing is next"""
+        self._held: list[tuple[Sample, int]] = []
+
+    def pairs(self, samples: int, inner: int = 1) -> int:
+        """Pairs of times, each over ``inner`` launches of a side, that so many samples need."""
+        return math.ceil(self._lacks / inner) + (samples - 1) * math.ceil(self._size / inner)
+
+    def add(self, times: Iterable[Sample], inner: int = 1) -> list[Sample]:
+        """The samples that are complete with these times, which are means over ``inner`` launches of a side, or that
+        need no more of them."""
+        found = []
+        for time in times:
+            self.launched += inner
+            self._held.append((time, inner))
+            if self._lacks <= 0 or time.candidate_us >= HOPELESS * time.baseline_us:
+                total = sum(count for _, count in self._held)
+                candidate_us, baseline_us = (sum(t[side] * count for t, count in self._held) for side in (0, 1))
+                found.append(Sample(candidate_us / total, baseline_us / total))
+                self._held.clear()
+        return found
+
+    @property
+    def _lacks(self) -> int:
+        """Launches of each side that the sample begun still lacks; those of a whole one where none was begun."""
+        return self._size - sum(count for _, count in self._held)

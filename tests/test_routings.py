@@ -1,0 +1,121 @@
+"""Launches with each routing in turn are put together to samples that two trials may be compared by."""
+
+from __future__ import annotations
+
+import math
+import random
+import statistics
+
+import pytest
+import synthetic
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sglang_moe_autotune import landscape
+from sglang_moe_autotune.bench import Sample
+from sglang_moe_autotune.decision import LOOKS, MOST_LAUNCHES, PairedTest, looks
+from sglang_moe_autotune.replay import ReplayProvider
+from sglang_moe_autotune.routings import FEW, HOPELESS, MANY, Round, per_sample, timed
+
+LANDSCAPE = synthetic.landscape(ms=(3, 12, 24, 512), ruggedness=0.02)
+SHAPE = synthetic.bf16_shape(E=256, top_k=8)
+
+
+@pytest.mark.parametrize(("M", "many"), [(1, True), (16, True), (127, True), (128, False), (4096, False)])
+def test_where_some_experts_have_no_token_a_sample_holds_a_launch_with_each_routing(M: int, many: bool) -> None:  # noqa: N803
+    assert timed(SHAPE, M) == (MANY if many else FEW)
+    assert per_sample(SHAPE, M) == (len(MANY) if many else 1)
+
+
+def test_more_routings_have_the_same_share_of_skewed_ones() -> None:
+    shares = [sum(name.startswith("skewed") for name in names) / len(names) for names in (FEW, MANY)]
+    assert shares == [0.25, 0.25]
+    assert len(set(MANY)) == len(MANY)
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=8), st.sampled_from([1, 4]), st.integers(1, 8))
+def test_slices_of_any_size_make_samples_of_whole_rounds(slices: list[int], inner: int, size: int) -> None:
+    turns, samples, launched = Round(size), 0, 0
+    for pairs in slices:
+        samples += len(turns.add([Sample(1.0, 1.0)] * pairs, inner))
+        launched += pairs * inner
+    assert turns.launched == launched
+    assert samples == launched // inner // math.ceil(size / inner)
+    lacking = turns.pairs(3, inner)
+    assert len(turns.add([Sample(1.0, 1.0)] * lacking, inner)) == 3
+    assert turns.pairs(1, inner) == math.ceil(size / inner), "no more than were asked for"
+
+
+def test_a_sample_is_the_mean_over_the_routings_of_each_side() -> None:
+    times = [Sample(80.0, 110.0), Sample(83.0, 78.0), Sample(80.0, 75.0), Sample(87.0, 111.0)]
+    assert Round(4).add(times) == [Sample(82.5, 93.5)]
+    assert Round(1).add(times) == times
+
+
+def test_what_takes_many_times_as_long_is_not_launched_with_every_routing() -> None:
+    turns = Round(8)
+    assert turns.add([Sample(1.0, 1.0)] * 3) == []
+    assert len(turns.add([Sample(4 * HOPELESS, 1.0)])) == 1
+    assert turns.pairs(1) == 8, "the next one begins anew"
+
+
+def test_a_test_of_large_samples_ends_after_as_many_launches() -> None:
+    assert looks(1) == LOOKS
+    assert [count for count in LOOKS if count * 8 <= MOST_LAUNCHES] == list(looks(8))
+    assert looks(1000) == LOOKS[:1]
+    test, fed = PairedTest(0.01, per_sample=8), 0
+    while test.outcome == "undecided":
+        up, down = test.wanted
+        rng = random.Random(fed)  # noqa: S311 - no secrets
+        draw = lambda n: [Sample(100 * rng.gauss(0.99, 0.02), 100.0) for _ in range(n)]  # noqa: B023, E731
+        test.add(up=draw(up), down=draw(down))
+        fed += 1
+    assert test.samples * 8 <= MOST_LAUNCHES
+
+
+def test_two_configs_that_change_places_with_the_routing_are_told_apart() -> None:
+    """Times of two configs on an H200 at M=16, by routing: the first one takes 9 % less, and with half of the routings
+    it takes more."""
+    fast, own = (87.0, 83.0, 80.0, 87.5, 83.0, 80.0, 87.0, 87.0), (109.0, 78.0, 75.0, 111.0, 78.0, 75.0, 110.0, 109.0)
+    rng = random.Random(1)  # noqa: S311 - no secrets
+    widths = {}
+    for size in (1, 8):
+        turns, test = Round(size), PairedTest(0.01, per_sample=size)
+        while test.outcome == "undecided":
+            places = [(turns.launched + n) % 8 for n in range(turns.pairs(max(test.wanted)))]
+            times = [Sample(fast[p] * rng.gauss(1, 0.01), own[p] * rng.gauss(1, 0.01)) for p in places]
+            samples = turns.add(times)
+            test.add(up=samples, down=samples)
+        widths[size] = test.estimate.high - test.estimate.low
+    assert test.outcome == "faster"
+    assert test.estimate.gain == pytest.approx(1 - sum(fast) / sum(own), abs=0.01)
+    assert widths[8] < 0.2 * widths[1]
+
+
+def test_a_recording_is_read_as_a_device_would_be() -> None:
+    """One sample at an M with few tokens costs eight launches of each side, and is as much sharper."""
+    pairs = {}
+    for M in LANDSCAPE.ms:  # noqa: N806
+        provider = ReplayProvider(LANDSCAPE, noise_percent=2.0)
+        baseline = LANDSCAPE.baselines[M].pair
+        bench = provider.open(LANDSCAPE.shape, M, baseline)
+        assert not isinstance(bench, str)
+        config = LANDSCAPE.best(M)[0].up
+        while bench.readiness("up", config) != "ready":
+            pass
+        bench.measure("up", config, 1)
+        samples, begun_s = [], bench.gpu_s
+        while len(samples) < 200:
+            samples += bench.measure("up", config, 200 - len(samples))
+        spent_us = (bench.gpu_s - begun_s) * 1e6
+        launches = spent_us / 200 / sum(LANDSCAPE.latency_us(M, "up", c) or 0.0 for c in (config, baseline.up))
+        assert launches == pytest.approx(per_sample(LANDSCAPE.shape, M), rel=0.02)
+        spread = statistics.stdev(math.log(a / b) for a, b in samples)
+        assert spread == pytest.approx(0.02 * math.sqrt(2 / per_sample(LANDSCAPE.shape, M)), rel=0.25)
+        pairs[M] = launches
+    assert len({round(n) for n in pairs.values()}) == 2, pairs
+
+
+def test_shipped_recordings_have_both_kinds() -> None:
+    sizes = {per_sample(known.shape, M) for known in map(landscape.load, landscape.shipped()) for M in known.ms}
+    assert sizes == {1, 8}
