@@ -46,11 +46,11 @@ import torch
 from gpu_parts import Parts, of_this_checkout
 from sglang.srt.layers.moe.moe_runner.triton import TritonMoeQuantInfo
 
-from sglang_moe_autotune import correctness, launch, releases, scratch
+from sglang_moe_autotune import correctness, launch, releases, routings, scratch
 from sglang_moe_autotune.benchmark import DeviceProvider, Lent
 from sglang_moe_autotune.compiler import Compiler
 from sglang_moe_autotune.kernels import LIMIT, Kernels, unload_module
-from sglang_moe_autotune.launches import TIMED_ROUTINGS, Launches
+from sglang_moe_autotune.launches import Launches
 from sglang_moe_autotune.layers import LiveLayer, call_key, gemm_call, quant_info
 from sglang_moe_autotune.quarantine import Quarantine
 from sglang_moe_autotune.shapes import ConfigPair, Gemm, KernelConfig, MoeShape
@@ -423,7 +423,7 @@ def grouped(bed: Bed, trials: list[Trial]) -> Iterator[Group]:
     for (shape, m), mine in groups.items():
         share = LOCAL_SHARE if shape.ep else 1.0
         held = scratch.Scratch(shape, m, bed.align, share, flush=False)
-        for _ in held.fill((*TIMED_ROUTINGS, *correctness.ROUTINGS)):
+        for _ in held.fill((*routings.MANY, *correctness.ROUTINGS)):
             pass
         launches = {p.name if p else None: bed.launches(held, p) for p in (None, *{trial.plant for trial in mine})}
         yield Group(held, mine, launches, {})

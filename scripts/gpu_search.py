@@ -63,7 +63,7 @@ CAPTURED = (
 """The graphs that are captured, and so the M that are tuned: the 18 of SGLang's own tuning script."""
 STATE = Path(tempfile.gettempdir()) / "moe-autotune-search"
 FASTEST = ((32, 12), (10, 48), (1, 96))
-"""of each GEMM: how many of a landscape's fastest are timed again, from nothing, with how many samples. The last ones
+"""of each GEMM: how many of a landscape's fastest are timed again, from nothing, with how many launches. The last ones
 are the best pair alone: the least of many noisy medians is too low, fresh samples of it are not."""
 SLOWER = 1.01
 PAUSE_SHARE, PAUSE_S = 0.01, 0.3
@@ -239,7 +239,7 @@ class Retimed:
         self._bench = bench
         self.baseline_us: dict[Gemm, float] = {}
 
-    def ratios(self, wanted: dict[Gemm, list[KernelConfig]], count: int) -> Ratios:
+    def ratios(self, wanted: dict[Gemm, list[KernelConfig]], launches: int) -> Ratios:
         """Of each launch to SGLang's own; those that cannot be launched are left out."""
         found: Ratios = {}
         own: dict[Gemm, list[float]] = {gemm: [] for gemm in GEMMS}
@@ -251,7 +251,7 @@ class Retimed:
             for config in wanted[gemm]:
                 while (state := self._bench.readiness(gemm, config)) == "waiting" and time.monotonic() < until_s:
                     time.sleep(0.005)
-                samples = record_landscape.measure(self._bench, gemm, config, count) if state == "ready" else []
+                samples = record_landscape.measure(self._bench, gemm, config, launches) if state == "ready" else []
                 if samples:
                     found[gemm, config] = math.exp(median(map(record_landscape.log_ratio, samples)))
                     own[gemm] += [s.baseline_us for s in samples]

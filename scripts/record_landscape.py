@@ -42,8 +42,9 @@ if TYPE_CHECKING:
 
 DEFAULT_M = "2,8,16,32,64,128,256,512,1024,4096"
 SAMPLES = 3
+"""launches of each at least"""
 FINALS = ((96, 12), (24, 48))
-"""how many of the fastest launches of each GEMM are timed again, from nothing, and with how many samples"""
+"""how many of the fastest launches of each GEMM are timed again, from nothing, and how often"""
 SLICE_US = 20_000.0
 MAX_DIRTY = 20
 STEPS = 4
@@ -213,10 +214,11 @@ def asked(bench: Bench, gemm: Gemm, config: KernelConfig) -> Readiness:
     return state
 
 
-def measure(bench: Bench, gemm: Gemm, config: KernelConfig, count: int) -> list[Sample]:
-    """Up to ``count`` samples of a launch that is ready; one where it is hopelessly slow, none where it fails."""
+def measure(bench: Bench, gemm: Gemm, config: KernelConfig, launches: int) -> list[Sample]:
+    """Samples of at least so many launches that are ready; one where they are hopelessly slow, none where they fail."""
     samples: list[Sample] = []
-    for _ in range(MAX_DIRTY + count):
+    count = math.ceil(launches / bench.per_sample)
+    for _ in range(MAX_DIRTY + count * bench.per_sample):
         known = bool(samples)
         samples += bench.measure(gemm, config, count - len(samples))
         hopeless = not known and len(samples) == 1 and samples[0].candidate_us > 3 * samples[0].baseline_us

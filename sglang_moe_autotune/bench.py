@@ -82,8 +82,12 @@ class Bench(Protocol):
         """Why the readiness is ``failed``, for the log and the record."""
 
     def measure(self, gemm: Gemm, config: KernelConfig, count: int) -> list[Sample]:
-        """Up to ``count`` paired samples, as many as fit the slice; empty when this slice only warmed up
-        or was dirty. The config must be ready."""
+        """Up to ``count`` paired samples, as many as fit the slice; empty when this slice only warmed up, was dirty,
+        or did not complete a sample. The config must be ready."""
+
+    @property
+    def per_sample(self) -> int:
+        """Launches of each side in a sample; see ``routings``."""
 
     def compare(self, pair: ConfigPair, case: int) -> Comparison | None:
         """One step of comparing the outputs in routing case 0, 1, ... ``compare_cases`` - 1, of each GEMM whose

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from sglang_moe_autotune.decision import Estimate, PairedTest
 from sglang_moe_autotune.records import Evidence
-from sglang_moe_autotune.routings import per_sample
 from sglang_moe_autotune.shapes import GEMMS
 
 if TYPE_CHECKING:
@@ -46,7 +45,7 @@ def inspect(bench: Bench, record: Record) -> Generator[Progress, None, Finding]:
     above zero by the test's error rate; how large it was found before does not count. Raises Declined."""
     while not bench.prepare():
         yield "worked"
-    test = PairedTest(0.0, _ERROR_RATE, per_sample=per_sample(record.shape, record.M))
+    test = PairedTest(0.0, _ERROR_RATE, per_sample=bench.per_sample)
     for gemm in GEMMS:
         while (state := bench.readiness(gemm, record.pair.of(gemm))) == "waiting":
             yield "waiting"

@@ -18,7 +18,6 @@ from sglang_moe_autotune.bench import DIRTY, Declined, Sample
 from sglang_moe_autotune.decision import LOOKS, Estimate, PairedTest
 from sglang_moe_autotune.outcome import NO_GAIN, Outcome
 from sglang_moe_autotune.patience import Patience
-from sglang_moe_autotune.routings import per_sample
 from sglang_moe_autotune.search import Search, SearchOptions
 from sglang_moe_autotune.search_space import same_launches
 from sglang_moe_autotune.shapes import GEMMS, ConfigPair, KernelConfig, MoeShape
@@ -102,7 +101,6 @@ class Job:
         self._allowance, self._quick, self._only = allowance, quick, only
         self._own = baseline if own is None else own
         self._tried, self._why = False, ""
-        self._per_sample = per_sample(shape, M)
 
     def steps(self) -> Steps:
         """One bench call at most between two yields."""
@@ -271,7 +269,7 @@ class Job:
     def _test(self, pair: ConfigPair, search: Search) -> Generator[Progress, None, PairedTest]:
         """A paired test from nothing."""
         test = PairedTest(
-            self._options.min_gain, self._options.error_rate, self._options.floor, per_sample=self._per_sample
+            self._options.min_gain, self._options.error_rate, self._options.floor, per_sample=self._bench.per_sample
         )
         yield from self._feed(test, pair, search)
         return test
@@ -288,7 +286,7 @@ class Job:
             return None
         gain, low, _ = step.estimate
         needed = 1 - (1 - self._options.own_gain) / (1 - gain)
-        test = PairedTest(needed, self._options.error_rate, 1 - 1 / (1 - low), per_sample=self._per_sample)
+        test = PairedTest(needed, self._options.error_rate, 1 - 1 / (1 - low), per_sample=self._bench.per_sample)
         yield from self._feed(test, self._own, search, turned=True)
         if test.outcome != "faster":
             self.outcome = Outcome(self._own, NO_GAIN, test.baseline_us, test.samples, search.measured)

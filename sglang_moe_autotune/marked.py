@@ -99,6 +99,10 @@ class MarkedBench:
         return self._fenced(lambda: self._bench.compare(pair, case))
 
     @property
+    def per_sample(self) -> int:
+        return self._bench.per_sample
+
+    @property
     def compare_cases(self) -> int:
         return self._bench.compare_cases
 

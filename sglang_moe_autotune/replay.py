@@ -97,6 +97,7 @@ class ReplayBench:
         self._provider, self._M, self._baseline = provider, M, baseline
         self._share = provider.share
         self._loaded: set[tuple[Gemm, KernelConfig]] = set()
+        self.per_sample = per_sample(provider.landscape.shape, M)
         self._rounds: dict[tuple[Gemm, KernelConfig], Round] = {}
         self._spent_us = 0.0
 
@@ -115,7 +116,7 @@ class ReplayBench:
             self._loaded.add((gemm, config))
             self._spend(ours_us)
             return []
-        turns = self._rounds.setdefault((gemm, config), Round(per_sample(self._provider.landscape.shape, self._M)))
+        turns = self._rounds.setdefault((gemm, config), Round(self.per_sample))
         fitting = max(1, min(turns.pairs(count), int(SLICE_US / (ours_us + theirs_us))))
         times = self._provider.noise.slice(ours_us, theirs_us, fitting)
         self._spend(sum(map(sum, times)))

@@ -32,7 +32,7 @@ torch.cuda.current_device = lambda: 0
 g.DRY = True
 bed = g.Bed(folder, (), torch.device("cpu"), 0)
 held = g.scratch.Scratch(g.SHAPES[0], 48, g.reference_align, 1.0, flush=False)
-for _ in held.fill(g.TIMED_ROUTINGS):
+for _ in held.fill(g.routings.MANY):
     pass
 def binary_source(kernel):
     return kernel.asm["ttir"].replace("1.250000e+00", "1.25")

@@ -135,6 +135,7 @@ class Bench:
 
     def __init__(self, bias: float = 1.0) -> None:
         self.bias, self.rng, self.closed = bias, random.Random(3), False  # noqa: S311 - noise
+        self.per_sample = 1
 
     def prepare(self) -> bool:
         return True
