@@ -10,7 +10,8 @@ import click
 import pytest
 
 from sglang_moe_autotune.cli import main
-from sglang_moe_autotune.decision import LOOKS
+from sglang_moe_autotune.decision import LOOKS, looks
+from sglang_moe_autotune.routings import MANY
 from sglang_moe_autotune.search import SearchOptions
 from sglang_moe_autotune.search_space import full_space
 from sglang_moe_autotune.settings import NUMBERS, PREFIX, Settings
@@ -52,7 +53,9 @@ def test_the_pages_of_the_tasks_are_there(page: str) -> None:
 def test_the_figures_on_how_it_decides_are_those_of_the_code() -> None:
     text = " ".join((DOCS / "how_it_decides.md").read_text(encoding="utf-8").split())
     *first, last = LOOKS
-    assert f"after {', '.join(map(str, first))} and {last} pairs" in text
+    assert f"after {', '.join(map(str, first))} and {last} samples" in text
+    assert f"samples of eight pairs the last {['none', 'one', 'two'][len(LOOKS) - len(looks(len(MANY)))]} are left out" in text
+    assert len(MANY) == 8
     assert f"an error rate of {100 * TunerOptions().error_rate:g} %" in text
     assert f"at least {100 * TunerOptions().min_gain:g} %" in text
     assert f"at most {SearchOptions().compiled_per_shape} configs are compiled" in text
