@@ -26,7 +26,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from gpu_server import Model, Server, install, with_checkout
+from gpu_server import Model, Server, install, rows_at_start, with_checkout
 
 from sglang_moe_autotune import records, status, store
 from sglang_moe_autotune.shapes import GEMMS, KernelConfig, MoeShape
@@ -302,12 +302,10 @@ def third_server(run: Run) -> None:
     with run.serve("3_warm", SGLANG_MOE_AUTOTUNE_MODE="read-only") as server:
         run.findings["tokens_learned"] = tokens_of(server.generate(prompts(), 16))
         run.findings["served_learned"] = profile(server, run.work / "profile_3")
-        time.sleep(4.0)
-        live, seen, log = run.live(), run.observed(), server.text()
-    started = [x for x in log.splitlines() if "MoE autotune" in x and "learned rows" in x]
-    hits = live.rows if live is not None else 0
-    told = started[0][-160:] if started else "no start line in the log"
-    run.check("(e) answers from the store before capture", hits > 0 and bool(started), told)
+        seen, log = run.observed(), server.text()
+    started = rows_at_start(log)
+    told = f"{started[0]} rows at the start" if started else "no start line in the log"
+    run.check("(e) answers from the store before capture", started.get(0, 0) > 0, told)
     contents = run.contents()
     shape = next(iter({s for s, _ in contents.records}))
     table = []

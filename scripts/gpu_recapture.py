@@ -29,7 +29,7 @@ import gpu_answers
 import msgspec
 from gpu_answers import agree, difference, told, unchanged
 from gpu_parts import BUDGET_S, Parts, end_on_terminate
-from gpu_server import Model, Server, install
+from gpu_server import Model, Server, install, rows_at_start
 
 from sglang_moe_autotune import records, status
 from sglang_moe_autotune.shapes import GEMMS
@@ -393,6 +393,8 @@ def uncleared(run: Run, server: Server) -> None:
 def second_server(run: Run) -> None:
     with run.serve("2_restarted", SGLANG_MOE_AUTOTUNE_MODE="read-only") as server:
         run.burst(server, "restarted")
+        rows = rows_at_start(server.text())
+    run.check("the restarted server begins with the learned rows", rows.get(0, 0) > 0, f"rows by rank {rows}")
 
 
 def medians(life: list[dict[str, Any]]) -> dict[str, dict[str, float]]:

@@ -8,6 +8,7 @@ import functools
 import importlib.metadata
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -84,11 +85,21 @@ FEWER_SIZES = (
 
 READY = "The server is fired up and ready to roll"
 
+_STARTED = re.compile(
+    r"\[\d{4}-\d\d-\d\d [\d:.]+(?: TP(\d+))?(?: EP\d+)?\] MoE autotune \S+: hooks in place; .*?learned rows: (\d+);"
+)
+
 FLAGS = (
     *("--load-format", "dummy", "--skip-tokenizer-init"),
     *("--attention-backend", "triton", "--sampling-backend", "pytorch"),
     *("--moe-runner-backend", "triton", "--grammar-backend", "none"),
 )
+
+
+def rows_at_start(log: str) -> dict[int, int]:
+    """Learned rows that each rank's lookups answered from before graphs were captured, by the start lines of a log. In
+    mode ``read-only`` nothing else tells: no live file is written then."""
+    return {int(rank or 0): int(rows) for rank, rows in _STARTED.findall(log)}
 
 
 def install(site: Path, name: str, *modules: str) -> None:

@@ -23,6 +23,7 @@ def register() -> None:
         _serve_on_even_gpus_only()
     if folder := os.environ.get("RANKS_PROBE_GRAPHS"):
         threading.Thread(target=_lend_graphs, args=(Path(folder),), daemon=True).start()
+        _count_met(Path(folder))
 
 
 def _serve_on_even_gpus_only() -> None:
@@ -38,6 +39,45 @@ def _serve_on_even_gpus_only() -> None:
             publish(self, contents)
 
     Overlay.publish_stored = publish_on_some  # type: ignore[method-assign]
+
+
+def _count_met(folder: Path) -> None:
+    """How many requests came while a slice ran on this rank: what is received right after a pass that did work."""
+    from sglang_moe_autotune.serving import Serving  # noqa: PLC0415 - in schedulers only
+
+    idle, requests = Serving.idle, Serving.requests
+    count = {"met": 0, "requests": 0}
+    worked = False
+
+    def noted_idle(self: Any, scheduler: Any) -> bool:
+        nonlocal worked
+        worked = idle(self, scheduler)
+        return worked
+
+    def noted_requests(self: Any, received: Any) -> None:
+        nonlocal worked
+        users = sum(type(one).__name__ == "TokenizedGenerateReqInput" for one in received)
+        count["requests"] += users
+        count["met"] += users if worked else 0
+        worked = False
+        requests(self, received)
+
+    Serving.idle, Serving.requests = noted_idle, noted_requests  # type: ignore[method-assign]
+    threading.Thread(target=_write_met, args=(folder, count), daemon=True).start()
+
+
+def _write_met(folder: Path, count: dict[str, int]) -> None:
+    from sglang_moe_autotune import plugin  # noqa: PLC0415 - in schedulers only
+
+    while True:
+        time.sleep(0.2)
+        try:
+            rank = plugin.serving().place.rank
+        except RuntimeError:
+            continue
+        part = folder / f".met-{os.getpid()}.part"
+        part.write_text(json.dumps({f"{name} {rank}": number for name, number in count.items()}))
+        part.replace(folder / f"met-{rank}.json")
 
 
 class NotedGraphs:

@@ -56,7 +56,7 @@ class StandIn(Server):
             StandIn.died -= 1
             raise RuntimeError("the server is not healthy after 3 s")
         self.port, self.log, self.environ, self.flags = port, log, {**environ, "MODEL": str(model)}, flags
-        log.write_text("Using legacy all-reduce\nall is well\n")
+        log.write_text("All Reduce config: multicast = False\nall is well\n" + self.told_at_start())
         self.root = Path(environ["SGLANG_MOE_AUTOTUNE_DIR"])
         self.mode = environ.get("SGLANG_MOE_AUTOTUNE_MODE", "miss")
         self.ranks = 2 if "--tp-size" in flags else 1
@@ -65,6 +65,7 @@ class StandIn(Server):
         self.process = self.processes[0]
         self.started_s, self.ready_s, self.level, self.hurt = 1.0, 0.9, 2, False
         self.begun = self.last = time.monotonic()
+        self.asked = self.met = 0
         self.slices = itertools.count()
         self.captured = self.mode == "read-only"
         self.folder: Path | None = None
@@ -78,11 +79,25 @@ class StandIn(Server):
         for thread in self.threads:
             thread.start()
 
+    def told_at_start(self) -> str:
+        """The lines of the log, one a rank."""
+        ranks = 2 if "--tp-size" in self.flags else 1
+        lines = []
+        for rank in range(ranks):
+            rows = 0 if self.environ.get("RANKS_PROBE_DIFFER") and rank else self.rows
+            rows = rows if self.environ.get("SGLANG_MOE_AUTOTUNE_MODE") == "read-only" else 0
+            lead = f"[2026-11-30 16:16:55{f' TP{rank}' if ranks > 1 else ''}] MoE autotune"
+            lines += [f"{lead} 0.1.0: hooks in place; shapes on the Triton path: 1; learned rows: {rows}; mode x."]
+            lines += [f"{lead}, epoch of {ranks} ranks: E256 M=16 serves 16x64x64 g1 w4 s3"]
+        return "\n".join(lines) + "\n"
+
     # -- what the plugin writes ------------------------------------------------------------------------------------
 
     def live(self) -> None:
         learned = self.store is None
         while not self.ended.wait(0.05):
+            if self.mode == "read-only":
+                continue  # whose folder may be an image's
             span = LEARNS_S * (2 if StandIn.slow and self.ranks == 1 else 1)
             if not learned and time.monotonic() > self.begun + span:
                 learned = True
@@ -97,7 +112,8 @@ class StandIn(Server):
                 status.write(self.root, status.LiveStatus(
                     pid=process.pid, boot_id=own.boot_id, start_time=status.start_time(process.pid) or 0, host=own.host,
                     pid_namespace=own.pid_namespace, unix_s=time.time(), since_unix_s=time.time(), rank=rank,
-                    ranks=self.ranks, state="idle" if learned else "tuning", slices=100, epoch=3, rows=served,
+                    ranks=self.ranks, state="tuning", slices=next(self.slices), epoch=3, rows=served,
+                    switch=["off", "rows", "on"][self.level], queue=() if learned else ((self.shape.slug, 16),),
                     graphs=status.GraphCounts("idle", "", len(SIZES), stale, {}, {"recaptured": 7} if self.captured
                                               else {}, dict.fromkeys(SIZES, 50.0)),
                 ))  # fmt: skip
@@ -136,6 +152,12 @@ class StandIn(Server):
         many, self.last = isinstance(prompts[0], list), time.monotonic()
         listed = prompts if many else [prompts]
         self.batches.append((len(listed[0]) if new == 1 else len(listed), new))
+        if "RANKS_PROBE_GRAPHS" in self.environ:
+            self.asked += 1
+            self.met += self.level == 2
+            for rank in (0, 1):
+                path = Path(self.environ["RANKS_PROBE_GRAPHS"]) / f"met-{rank}.json"
+                path.write_text(json.dumps({f"met {rank}": self.met, f"requests {rank}": self.asked}))
         apart = 1e-3 * (self.captured + many) + (0.5 if self.hurt else 0.0)
         found = []
         for prompt in listed:

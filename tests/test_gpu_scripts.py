@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import json
 import sys
 import time
@@ -18,6 +19,8 @@ import gpu_parts
 import gpu_preflight
 import gpu_ranks
 import gpu_recapture
+import gpu_server
+import gpu_stand_in
 import plot_life
 from gpu_stand_in import StandIn
 
@@ -82,7 +85,8 @@ def test_ranks_go_through_all_their_parts(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setenv(gpu_ranks.MULTICAST, "0")
     out, work = tmp_path / "out", tmp_path / "work"
     (work / "triton" / "tmp.pid_1").mkdir(parents=True)
-    line = ["--out", str(out), "--work", str(work), "--idle-s", "30", "--ep-idle-s", "10"]
+    monkeypatch.setattr(gpu_ranks, "SETTLED_S", 0.5)
+    line = ["--out", str(out), "--work", str(work), "--idle-s", "30", "--cold-s", "30"]
     line += ["--ways", "custom", "nccl", "symmetric", "--part", *gpu_ranks.PARTS]
     code = run(gpu_ranks, monkeypatch, *line)
     assert json.loads((out / "ranks_run.json").read_text())["faults"] == {}
@@ -94,6 +98,9 @@ def test_ranks_go_through_all_their_parts(tmp_path: Path, monkeypatch: pytest.Mo
     assert "left out" in found["differ"]["symmetric"]
     assert found["one"]["speed_up"]["times"] >= 1.7
     assert found["tp"]["recaptured"]
+    assert found["ep"]["recaptured"]
+    assert found["differ"]["custom"]["rows"] == {"0": len(gpu_stand_in.SIZES), "1": 0}
+    assert found["tp"]["first_token"]["M_settled"] > 0
     assert len(found["tp"]["first_token"]["times_ms"]["on"]) > 20
     assert all("--enforce-disable-flashinfer-allreduce-fusion" in gpu_ranks.FLAGS[p] for p in PARTS_OF_TWO)
 
@@ -105,9 +112,35 @@ def test_a_server_that_does_not_bear_a_custom_all_reduce_is_started_by_nccl(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(StandIn, "died", 1)
-    line = ["--out", str(tmp_path), "--work", str(tmp_path / "work"), "--part", "two", "--idle-s", "20"]
+    monkeypatch.setattr(gpu_ranks, "SETTLED_S", 0.5)
+    line = ["--out", str(tmp_path), "--work", str(tmp_path / "work"), "--part", "two", "--cold-s", "20"]
     assert run(gpu_ranks, monkeypatch, *line) == 0
     assert json.loads((tmp_path / "ranks_two.json").read_text())["started_by_nccl"] == ["learns"]
+
+
+STAMP = "2026-11-30 16:16:55"
+STARTED = "MoE autotune 0.1.0: hooks in place; shapes on the Triton path: 1; learned rows:"
+
+
+@pytest.mark.parametrize(
+    ("log", "rows"),
+    [
+        (f"[{STAMP}] {STARTED} 43; mode read-only\n", {0: 43}),
+        (f"6/6[{STAMP} TP1 EP1] {STARTED} 0; mode x\n[{STAMP} TP0 EP0] {STARTED} 7; mode x\n", {0: 7, 1: 0}),
+        (f"[{STAMP}] MoE autotune learned E256 M=16: 9.3 % faster\n", {}),
+    ],
+    ids=["one-rank", "two-ranks", "none"],
+)
+def test_rows_of_a_server_that_writes_no_live_file_are_in_its_log(log: str, rows: dict[int, int]) -> None:
+    assert gpu_server.rows_at_start(log) == rows
+
+
+def test_a_share_that_is_too_small_does_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_ranks, "SETTLED_S", 0.5)
+    monkeypatch.setattr(gpu_ranks.Run, "met", lambda _: collections.Counter({"requests 0": 0}))
+    run(gpu_ranks, monkeypatch, "--out", str(tmp_path), "--work", str(tmp_path / "work"), "--part", "tp")
+    found = json.loads((tmp_path / "ranks_tp.json").read_text())
+    assert "the turns count: enough requests met a slice, and M were settled" in failed(found)
 
 
 def test_parts_are_kept_at_once_and_fail_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
