@@ -29,7 +29,7 @@ import gpu_acceptance
 from demo_gpu import ROOT, site_folder
 from gpu_acceptance import Run
 from gpu_parts import Parts, of_this_checkout
-from gpu_server import Model, install
+from gpu_server import Model, install, rows_at_start
 
 from sglang_moe_autotune import held as held_files
 from sglang_moe_autotune import status, store, trials
@@ -56,6 +56,7 @@ START_S = 60.0
 LIVES_S = 60.0
 """after which a server is taken to live"""
 ANSWER_S = 20.0
+END_CHARS = 600
 
 
 def plants() -> dict[str, Any]:
@@ -122,7 +123,7 @@ def wrong(run: Run, parts: Parts) -> None:
             time.sleep(2.0)
             told = live(root)
             if told is not None and told.slices and told.state == "idle" and not told.queue:
-                break
+                break  # else further looks go on until the time is over
         server.generate(gpu_acceptance.prompts(), 8)
         time.sleep(4.0)
         log, told = server.text(), live(root)
@@ -150,29 +151,41 @@ def judge_wrong(run: Run, root: Path, log: str, told: status.LiveStatus | None) 
     slow = {c: why for c, why in in_quarantine.items() if "its first launch took" in why}
     run.check("slow configs are in quarantine and none was accepted", bool(slow) and not faulty[SLOW],
               f"{len(slow)} held, {faulty[SLOW]} accepted; {next(iter(slow.items()), '')}")  # fmt: skip
-    run.check("the server lives, without a fault", "Traceback" not in log, f"{log.count('Traceback')} tracebacks")
+    lives = told is not None and "Traceback" not in log
+    run.check("the server lives, without a fault", lives, f"{log.count('Traceback')} tracebacks")
 
 
 def crash(run: Run, parts: Parts) -> None:
     """Servers until one lives. Each that dies leaves its culprit in quarantine for the next."""
     plant(run, "crash")
     starts: list[dict[str, Any]] = run.findings.setdefault("crash", [])
-    for number in range(2, 2 + STARTS):
-        if parts.left_s < START_S:
-            break
-        with run.serve(f"{number}_crash") as server:
-            before = held(run.work / "crash")
-            died = dies(server, min(LIVES_S, parts.left_s))
-            told = live(run.work / "crash")
-            starts.append({
-                "held_at_start": before, "died": died,
-                "state": None if told is None or died else [told.state, told.reason],
-            })  # fmt: skip
-        print(f"    start {number - 1}: {json.dumps(starts[-1])}", flush=True)
-        parts.write()
-        if not died:
-            break
-    judge_crash(run, starts)
+    try:
+        for number in range(2, 2 + STARTS):
+            if parts.left_s < START_S:
+                break
+            starts.append(one_start(run, f"{number}_crash", parts))
+            print(f"    start {number - 1}: {json.dumps(starts[-1])}", flush=True)
+            parts.write()
+            if not starts[-1]["died"]:
+                break
+    finally:
+        judge_crash(run, starts)
+
+
+def one_start(run: Run, name: str, parts: Parts) -> dict[str, Any]:
+    """What became of one server. What an earlier start had compiled can end it before it is healthy."""
+    root = run.work / "crash"
+    try:
+        with run.serve(name) as server:
+            before, died, told = held(root), dies(server, min(LIVES_S, parts.left_s)), live(root)
+            end = server.text()[-END_CHARS:] if died else ""
+    except RuntimeError as error:
+        log = run.out / f"server_{name}.log"
+        if not log.exists() or not rows_at_start(log.read_text(errors="replace")):
+            raise  # it never came so far that anything could be tuned
+        before, died, told, end = held(root), True, None, str(error)[-END_CHARS:]
+    state = None if told is None or died else [told.state, told.reason]
+    return {"held_at_start": before, "died": died, "state": state, "end": end}
 
 
 def dies(server: Server, wait_s: float) -> bool:
@@ -195,9 +208,11 @@ def judge_crash(run: Run, starts: list[dict[str, Any]]) -> None:
     """The first server died, every death is a culprit held from the next start on, and the last server lives."""
     run.check("a planted crash ends the first server", bool(starts) and starts[0]["died"], f"{len(starts)} starts")
     known = [set(start["held_at_start"]) for start in starts]
-    fresh = [len(after - before) for before, after in itertools.pairwise(known)]
-    grown = bool(fresh) and all(fresh) and all(a <= b for a, b in itertools.pairwise(known))
-    run.check("each culprit is in quarantine at the next start", grown, f"{fresh} more at each start")
+    deaths = sum(start["died"] for start in starts[:-1])
+    fresh = len(known[-1] - known[0]) if known else 0
+    grown = fresh >= deaths > 0 and all(a <= b for a, b in itertools.pairwise(known))
+    run.check("each culprit is in quarantine at a later start", grown,
+              f"{[len(one) for one in known]} held at the starts, {deaths} deaths before the last one")  # fmt: skip
     lives = len(starts) > 1 and not starts[-1]["died"]
     run.check("a start lives and serves", lives, json.dumps(starts[-1] if starts else {})[:300])
 

@@ -8,7 +8,8 @@ server with the plugin: random load, idle gaps, flushed caches, weights and cach
 clients that hang up, health probes, the kill switch by request and by file. What was learned stays in the work folder,
 so that another call on the same machine goes on where this one ended; so do the answers of the first one, from before
 any row was learned. ``--recapture``: graphs are captured again in idle time, in gaps that are long enough for it;
-SGLang's memory saver is left out then.
+SGLang's memory saver is left out then. Give it a ``--work`` of its own: a server that begins with all rows has nothing
+to capture again.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import json
 import os
 import random
 import shutil
+import subprocess
 import sys
 import threading
 import time
@@ -47,10 +49,16 @@ GROWTH_MIB, LATE_MIB = 256, 32
 RSS_GROWTH = 0.05
 """of the server's resident memory, in the second half"""
 SAMPLE_S, ANSWERS_S = 15.0, 60.0
+DEEP_GAP_S = 24.0, 32.0
+"""a row must stand for 20 s before its graph is captured again"""
 FAULTS = ("MoE autotune failed", "MoE autotune could", "hit an exception", "CUDA error", "memory leak detected",
           "atchdog timeout")  # fmt: skip
 """in the server's log. Tracebacks count where the plugin is in them: SGLang logs its own for clients that hang up."""
 OURS, TRACEBACK_LINES = "sglang_moe_autotune", 80
+
+
+class DeedError(Exception):
+    """A promise that was broken in a deed; the server lives, and the soak goes on."""
 
 
 class Count:
@@ -80,6 +88,8 @@ class Soak:
         self.random = random.Random(seed)  # noqa: S311 - a choice of deeds
         self.count = Count()
         self.done: dict[str, int] = {}
+        self.broken: list[str] = []
+        """what promises were broken, in words"""
         self.samples: list[dict[str, Any]] = []
         self._number = 0
 
@@ -92,11 +102,26 @@ class Soak:
             "short gap": lambda: self.rest(1.0, 3.0), "long gap": lambda: self.rest(6.0, 9.0), "flush": self.flush,
             "health": self.health, "switch by request": self.switch, "switch by file": self.switch_file,
         }  # fmt: skip
-        return found | ({"release": self.release} if self.saver else {"deep gap": lambda: self.rest(14.0, 25.0)})
+        return found | ({"release": self.release} if self.saver else {"deep gap": lambda: self.rest(*DEEP_GAP_S)})
 
     def run(self, name: str) -> None:
-        self.deeds[name]()
+        """Raises what says that the server does not answer as it must; a broken promise is noted."""
+        self._note(name, self.deeds[name])
         self.done[name] = self.done.get(name, 0) + 1
+
+    def _note(self, name: str, deed: Callable[[], None]) -> None:
+        try:
+            deed()
+        except DeedError as error:
+            self.broken.append(f"{name}: {error}")
+            print(f"    {self.broken[-1]}", flush=True)
+
+    def _no_slices(self, seconds: float, when: str) -> None:
+        """Nothing may be tuned for so long."""
+        before = self.slices()
+        time.sleep(seconds)
+        if (after := self.slices()) != before:
+            raise DeedError(f"{after - before} slices were spent while {when}")
 
     def load(self, most_s: float = 3.0) -> None:
         """A closed loop of a few clients for a while."""
@@ -107,14 +132,12 @@ class Soak:
         threads = self._begin(self.random.randint(1, 4), 1.5)
         time.sleep(self.random.uniform(0.1, 0.6))
         self.server.post("/pause_generation", {"mode": "in_place"})
-        time.sleep(self.random.uniform(0.3, 1.5))
-        before = self.slices()
-        time.sleep(0.5)
-        after = self.slices()
-        self.server.post("/continue_generation", {})
-        self._join(threads)
-        if before != after:
-            raise RuntimeError(f"{after - before} slices were spent while the engine was paused")
+        try:
+            time.sleep(self.random.uniform(0.3, 1.5))
+            self._no_slices(0.5, "the engine was paused")
+        finally:
+            self.server.post("/continue_generation", {})
+            self._join(threads)
 
     def abort(self) -> None:
         threads = self._begin(self.random.randint(2, 6), 1.0, may_abort=True)
@@ -153,37 +176,32 @@ class Soak:
         self.wait_until_idle()
         tags = self.random.choice([["kv_cache"], ["weights"], ["kv_cache", "weights"]])
         self.server.post("/release_memory_occupation", {"tags": tags})
-        before = self.slices()
-        time.sleep(self.random.uniform(0.5, 2.0))
-        after = self.slices()
-        self.server.post("/resume_memory_occupation", {"tags": tags})
-        if before != after:
-            raise RuntimeError(f"{after - before} slices were spent while {tags} were released")
+        try:
+            self._no_slices(self.random.uniform(0.5, 2.0), f"{tags} were released")
+        finally:
+            self.server.post("/resume_memory_occupation", {"tags": tags})
 
     def switch(self) -> None:
         """Off and on again by request; with nothing tuned meanwhile."""
         level = self.random.choice([0, 1])
         self.set_level(level)
-        before = self.slices()
-        self.load(1.0)
-        time.sleep(0.5)
-        after = self.slices()
-        self.set_level(2)
-        if before != after:
-            raise RuntimeError(f"{after - before} slices were spent while it was switched to {level}")
+        try:
+            before = self.slices()
+            self.load(1.0)
+            time.sleep(0.5)
+            if (after := self.slices()) != before:
+                raise DeedError(f"{after - before} slices were spent while it was switched to {level}")
+        finally:
+            self.set_level(2)
 
     def switch_file(self) -> None:
         """The same by the file in the store's folder, which is looked at every three seconds."""
         switch.write(self.root, self.random.choice(["off", "rows"]))
         try:
             time.sleep(4.5)
-            before = self.slices()
-            time.sleep(0.7)
-            after = self.slices()
+            self._no_slices(0.7, "the file said no")
         finally:
             switch.write(self.root, "on")
-        if before != after:
-            raise RuntimeError(f"{after - before} slices were spent while the file said no")
         time.sleep(3.5)
 
     def set_level(self, level: int) -> None:
@@ -198,7 +216,7 @@ class Soak:
         return next((s.live for s in status.read(self.root).servers if s.presence == "running"), None)
 
     def sample(self) -> None:
-        """Memory at rest: no bench open, no block cached. And how far tuning is."""
+        """Memory at rest: no bench open, no block cached. And how far tuning is, of up to three seconds before."""
         self.set_level(1)
         time.sleep(0.3)
         self.wait_until_idle()
@@ -321,10 +339,14 @@ def faults(log: str) -> list[str]:
     return found
 
 
-def judge(soak: Soak, log: str, checks: list[tuple[str, bool, str]]) -> None:
-    """What must hold after any soak."""
+def judge(soak: Soak, log: str, checks: list[tuple[str, bool, str]], *, recapture: bool = False) -> None:
+    """What must hold after any soak. recapture: graphs were to be captured again."""
     count, samples = soak.count, soak.samples
     failed, words = count.failed, f"{count.answered} answered, {count.aborted} aborted, {len(count.failed)} failed"
+    broken = "; ".join(soak.broken[:4]) or "none was broken"
+    deeds = f"{sum(soak.done.values())} deeds of {len(soak.done)} kinds; {broken}"
+    every = soak.done.keys() >= soak.deeds.keys()
+    checks.append(("every promise held, in every kind of deed", every and not soak.broken, deeds))
     checks.append(("every request was answered", not failed and count.answered > 0, f"{words} {failed[:2]}"))
     lines = faults(log)
     checks.append(("no error in the server's log", not lines, "; ".join(lines[:3])[:600] or "none"))
@@ -341,6 +363,10 @@ def judge(soak: Soak, log: str, checks: list[tuple[str, bool, str]]) -> None:
     last = samples[-1] if samples else {}
     worked = last.get("slices", 0) > samples[0].get("slices", 0) if samples else False
     checks.append(("it tuned meanwhile", worked, f"{ {k: v for k, v in last.items() if k != 'rss_mib'} }"))
+    if recapture:
+        done = last.get("graphs", {})
+        good = done.get("recaptured", 0) > 0 and not done.get("failed") and not done.get("withdrawn")
+        checks.append(("graphs were captured again, none in vain", good, f"{done}"))
     checks.append(("tuning never paused itself", last.get("pauses", 1) == 0,
                    f"{last.get('passes_over')} passes over, the longest {last.get('pass_longest_us')} us"))  # fmt: skip
 
@@ -372,7 +398,7 @@ def look(soak: Soak, reference: dict[str, Any], found: dict[str, Any]) -> None:
     apart = gpu_answers.difference(reference["answers"], soak.answers())
     found.setdefault("answers", []).append(apart)
     if not agree(apart, *reference["stock"]):
-        raise RuntimeError(f"answers are not those of before: {told(apart)}; stock {reference['stock']}")
+        soak.broken.append(f"answers are not those of before: {told(apart)}; stock {reference['stock']}")
 
 
 def first_answers(soak: Soak) -> dict[str, Any]:
@@ -423,13 +449,43 @@ def machine() -> dict[str, str]:
     return gpu_acceptance.machine()
 
 
+def saver_environ() -> tuple[dict[str, str], str]:
+    """What a server's environment needs for SGLang's memory saver, and why there can be none.
+
+    The scheduler starts with its library preloaded. Where the loader does not find CUDA's runtime, which PyTorch brings
+    along in a folder of its own, that ends the process before its first line.
+    """
+    if importlib.util.find_spec("torch_memory_saver") is None:
+        return {}, "torch_memory_saver is not installed"
+    from torch_memory_saver.utils import get_binary_path_from_package  # noqa: PLC0415 - not everywhere
+
+    library = str(get_binary_path_from_package("torch_memory_saver_hook_mode_preload"))
+    spec = importlib.util.find_spec("nvidia")
+    places = (spec.submodule_search_locations or ()) if spec is not None else ()
+    folders = [str(found.parent) for place in places for found in sorted(Path(place).glob("*/lib/libcudart.so.*"))]
+    words = ""
+    for more in ([], folders):
+        path = os.pathsep.join(filter(None, [os.environ.get("LD_LIBRARY_PATH", ""), *more]))
+        environ = {"LD_LIBRARY_PATH": path} if more else {}
+        command = [sys.executable, "-c", "pass"]
+        preloaded = {**os.environ, **environ, "LD_PRELOAD": library}
+        done = subprocess.run(command, env=preloaded, capture_output=True, text=True, check=False)
+        words = done.stderr.strip()[-300:]
+        if done.returncode == 0 and "cannot be preloaded" not in words:
+            return environ, ""
+    return {}, f"its library cannot be preloaded: {words}"
+
+
 def one_server(options: argparse.Namespace, parts: Parts, found: dict[str, Any], checks: list[Any]) -> None:
-    saver = not options.recapture and importlib.util.find_spec("torch_memory_saver") is not None
+    library, why = ({}, "not beside --recapture") if options.recapture else saver_environ()
+    saver = not why
     if not saver and not options.recapture:
-        found["left_out"] = "release and resume: torch_memory_saver is not installed"
+        found["left_out"] = f"release and resume: {why}"
         print(f"    {found['left_out']}", flush=True)
+        checks.append(("weights and caches are released and resumed", False, why))
     root = options.work / "store"
     environ = {
+        **library,
         "TRITON_CACHE_DIR": str(options.work / "triton"),
         "SGLANG_MOE_AUTOTUNE_DIR": str(root),
         "SGLANG_MOE_AUTOTUNE_BUDGET_S": "3600",
@@ -449,13 +505,13 @@ def one_server(options: argparse.Namespace, parts: Parts, found: dict[str, Any],
         reference = json.loads(kept.read_text())
         found["stock"] = reference["stock"]
         parts.run("deeds", lambda: drive(soak, min(options.seconds, parts.left_s - 60), reference, found))
-        found["samples"], found["deeds"] = soak.samples, soak.done
+        found["samples"], found["deeds"], found["broken"] = soak.samples, soak.done, soak.broken
         count = soak.count
         found["requests"] = {"answered": count.answered, "aborted": count.aborted, "failed": count.failed}
         checks.append(("the server lives", server.process.poll() is None, f"code {server.process.poll()}"))
         if server.process.poll() is None:
             server.rest()
-        judge(soak, server.text(), checks)
+        judge(soak, server.text(), checks, recapture=options.recapture)
     found["rows_after"] = rows_stored(root)
     words = f"{found['rows_before']} before, {found['rows_after']} after"
     checks.append(("rows learned meanwhile", found["rows_after"] > 0, words))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ WRONG = KernelConfig(16, 64, 64, gpu_planted.WRONG, 4, 3)
 SLOW = KernelConfig(16, gpu_planted.SLOW_WIDTH, 64, gpu_planted.SLOW, 4, 3)
 GOOD = KernelConfig(16, 64, 64, 1, 4, 3)
 KEY = "nvidia-h200"
+STARTED = "[2026-11-30 16:16:55] MoE autotune 0.1.0: hooks in place; shapes: 1; learned rows: 0; mode miss\n"
 
 
 @pytest.fixture
@@ -90,6 +92,9 @@ class Server:
 
     def __exit__(self, *_: object) -> None: ...
 
+    def text(self) -> str:
+        return "CUDA error"
+
     def post(self, *_: object) -> Any:
         if self.number > self.deaths:
             return {}
@@ -101,16 +106,18 @@ class Server:
 
 
 @pytest.mark.parametrize(
-    ("deaths", "fails"),
+    ("deaths", "early", "fails"),
     [
-        (2, []),
-        (1, []),
-        (0, ["a planted crash ends the first server", "each culprit", "a start lives"]),
-        (9, ["a start lives"]),
+        (2, False, []),
+        (2, True, []),
+        (1, False, []),
+        (0, False, ["a planted crash ends the first server", "each culprit", "a start lives"]),
+        (9, False, ["a start lives"]),
     ],
+    ids=["two", "one-before-it-is-healthy", "one", "none", "all"],
 )
 def test_servers_are_started_until_one_lives(
-    run: gpu_acceptance.Run, monkeypatch: pytest.MonkeyPatch, deaths: int, fails: list[str]
+    run: gpu_acceptance.Run, monkeypatch: pytest.MonkeyPatch, deaths: int, early: bool, fails: list[str]
 ) -> None:
     monkeypatch.setattr(gpu_planted, "plant", lambda *_: None)
     monkeypatch.setattr(gpu_planted, "LIVES_S", 0.0)
@@ -120,7 +127,13 @@ def test_servers_are_started_until_one_lives(
 
     def serve(name: str) -> Server:
         numbers.append(int(name[0]))
-        return Server(run.work / "crash", len(numbers), deaths)
+        server = Server(run.work / "crash", len(numbers), deaths)
+        if early and len(numbers) == 2:
+            with contextlib.suppress(ConnectionResetError):
+                server.post()
+            (run.out / f"server_{name}.log").write_text(STARTED)
+            raise RuntimeError("the server is not healthy after 40 s")
+        return server
 
     monkeypatch.setattr(run, "serve", serve)
     parts = gpu_parts.Parts(run.out / "planted.json", 600.0, run.findings)
@@ -128,3 +141,19 @@ def test_servers_are_started_until_one_lives(
     assert numbers == list(range(2, 2 + min(deaths + 1, gpu_planted.STARTS)))
     assert len(failed(run)) == len(fails)
     assert all(name.startswith(tuple(fails)) for name in failed(run))
+
+
+def test_a_start_that_fails_for_another_reason_is_a_fault(
+    run: gpu_acceptance.Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu_planted, "plant", lambda *_: None)
+
+    def serve(name: str) -> Server:
+        (run.out / f"server_{name}.log").write_text("no such flag\n")
+        raise RuntimeError("the server is not healthy after 3 s")
+
+    monkeypatch.setattr(run, "serve", serve)
+    parts = gpu_parts.Parts(run.out / "planted.json", 600.0, run.findings)
+    assert not parts.run("crash", lambda: gpu_planted.crash(run, parts))
+    assert "not healthy" in parts.found["faults"]["crash"]
+    assert failed(run)
