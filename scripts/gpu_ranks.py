@@ -442,13 +442,15 @@ def vote(run: Run, server: Server) -> None:
 
 def together(run: Run, server: Server, stock: list[Answer], noise: dict[str, float]) -> None:
     """What the two ranks made of the vote: the graphs of its sizes captured anew on both, and answers as before."""
-    server.rest()  # no row from here on, so no further ballot
-    path, lines, end, quiet_s = run.notes / "recaptured.jsonl", [], time.monotonic() + 60, 0.0
+    path, seen, end, quiet_s = run.notes / "recaptured.jsonl", "", time.monotonic() + 60, 0.0
     while time.monotonic() < end and quiet_s < 5.0:  # one ballot may follow another
         time.sleep(0.5)
-        now = [json.loads(x) for x in path.read_text().splitlines()] if path.exists() else []
-        quiet_s = quiet_s + 0.5 if now and now == lines else 0.0
-        lines = now
+        now = path.read_text() if path.exists() else ""
+        quiet_s = quiet_s + 0.5 if now and now == seen else 0.0
+        seen = now
+    server.rest()  # no row from here on, so no further ballot
+    time.sleep(1.0)
+    lines = [json.loads(x) for x in path.read_text().splitlines()] if path.exists() else []
     run.found["recaptured"] = lines
     by_rank = {rank: [x["done"] for x in lines if x["rank"] == rank] for rank in (0, 1)}
     done = {rank: [list(one) for one in of if one] for rank, of in by_rank.items()}
