@@ -32,6 +32,7 @@ from typing import TYPE_CHECKING, Any
 
 import gpu_acceptance
 import gpu_answers
+import gpu_soak
 from bench_figures import difference, quantile
 from gpu_answers import Answer, agree, told
 from gpu_parts import BUDGET_S, Parts, end_on_terminate
@@ -40,6 +41,8 @@ from gpu_server import FEWER_SIZES, Model, Server, install, rows_at_start
 from sglang_moe_autotune import records, status, store
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from sglang_moe_autotune.shapes import ConfigPair
 
 PARTS = ("tp", "differ", "two", "one", "ep")
@@ -51,9 +54,11 @@ MANY = ("--chunked-prefill-size", "2048", "--cuda-graph-max-bs-decode", "16", *M
 """44 M, so that what comes once (the first binaries) is the lesser part of the time to learn all of them"""
 STOP_S = 3.0
 TURNS, TURN_S, RATE = 5, 5.0, 4.0
-AT_WORK = ("tuning", "waiting")
+AT_WORK: tuple[status.State, ...] = ("tuning", "waiting")
 LEAST_MET = 0.3
 """of the requests, below which times to first token say nothing of tuning"""
+SAME_ROWS = 0.9
+"""of the M that one GPU or two found something faster for: a gain near the least one is a matter of chance"""
 SETTLED_S = 12.0
 """without a first answer for an M, with nothing queued: what follows are further looks"""
 LIMITS_MS = {"p50": 0.5, "p99": 2.0, "max": 5.0}
@@ -253,15 +258,22 @@ def told_state(server: Server) -> dict[str, Any]:
     return found
 
 
+def at_work(run: Run, states: Sequence[status.State], wait_s: float = 45.0) -> dict[int, status.LiveStatus]:
+    """What both ranks say once they are in one of these states; what there is after a while. Tuning may have paused
+    itself for some time, and then no rank votes."""
+    end = time.monotonic() + wait_s
+    while True:
+        live = run.live()
+        if (len(live) == 2 and all(x.state in states for x in live.values())) or time.monotonic() > end:
+            return live
+        time.sleep(0.2)
+
+
 def stop_a_rank(run: Run, server: Server, rank: int, name: str, *, tuning: bool = False) -> None:
     """SIGSTOP for 3 s: the others wait in SGLang's broadcast, as for any slow rank, and all goes on afterwards.
 
     tuning: it must be tuning when it is stopped, and do so again afterwards."""
-    end = time.monotonic() + 10.0
-    live = run.live_ranks(2).get(rank)
-    while tuning and live is not None and live.state not in AT_WORK and time.monotonic() < end:
-        time.sleep(0.2)
-        live = run.live().get(rank)
+    live = (at_work(run, AT_WORK) if tuning else run.live_ranks(2)).get(rank)
     if live is None:
         run.check(name, False, f"rank {rank} has no live status")
         return
@@ -365,8 +377,7 @@ def report(run: Run, server: Server, taken_s: float, ranks: int) -> None:
 
 
 def log_is_clean(run: Run, server: Server, when: str) -> None:
-    words = ("MoE autotune failed", "MoE autotune could", "Traceback")
-    errors = [x for x in server.text().splitlines() if any(word in x for word in words)]
+    errors = gpu_soak.faults(server.text())
     run.check(f"no error in the server's log {when}", not errors, "; ".join(errors[:3]) or "none")
 
 
@@ -397,11 +408,11 @@ def whole_life(run: Run, parts: Parts, turns: int) -> None:
         run.keep_stock(stock, noise)
         parts.run(f"{name}: first tokens", lambda: first_tokens(run, server, turns), need_s=2 * turns * TURN_S + 60)
         words = "rank 1 stopped for 3 s while it tunes"
-        parts.run(f"{name}: stopped", lambda: stop_a_rank(run, server, 1, words, tuning=True), need_s=30)
+        parts.run(f"{name}: stopped", lambda: stop_a_rank(run, server, 1, words, tuning=True), need_s=60)
         since_s = time.monotonic() - begun
         taken_s = wait_until_learned(run, since_s + max(5.0, min(run.options.idle_s, parts.left_s - 110)), begun)
         parts.run(f"{name}: report", lambda: report(run, server, taken_s, 2))
-        parts.run(f"{name}: vote", lambda: vote(run, server), need_s=45)
+        parts.run(f"{name}: vote", lambda: vote(run, server), need_s=60)
         parts.run(f"{name}: together", lambda: together(run, server, stock, noise), need_s=20)
         server.rest()
         log_is_clean(run, server, "at the end")
@@ -416,6 +427,7 @@ def keep_cache(run: Run) -> None:
 
 def vote(run: Run, server: Server) -> None:
     """A ballot is open: rank 0 is ready, rank 1 is stopped for 3 s and says that it is ready afterwards."""
+    states = {rank: [x.state, x.reason] for rank, x in at_work(run, (*AT_WORK, "idle")).items()}
     (run.notes / "ready-0").touch()
     end = time.monotonic() + 20
     while time.monotonic() < end and not any(post.get("vote") for post in run.board()):
@@ -423,7 +435,7 @@ def vote(run: Run, server: Server) -> None:
     posts = run.board()
     voted = [post.get("vote") for post in posts]
     alone = len(voted) == 2 and sum(bool(one) for one in voted) == 1 and not (run.notes / "captured.jsonl").exists()
-    run.check("one vote of two starts nothing", alone, f"votes {voted}")
+    run.check("one vote of two starts nothing", alone, f"votes {voted}; before it {states}")
     stop_a_rank(run, server, 1, "rank 1 stopped for 3 s in the middle of a vote")
     (run.notes / "ready-1").touch()
     end = time.monotonic() + 20
@@ -496,7 +508,8 @@ def compare(run: Run, two: dict[str, Any]) -> None:
                              "times_of_last": last[0] / max(0.1, last[1])}  # fmt: skip
     faster = [{M for M, r in rows.items() if r["verdict"] == "faster" and r["source"] == "learned"}
               for rows in (run.found["rows"], two["rows"])]  # fmt: skip
-    run.check("two ranks tune in less time", times >= 1.7 and len(both) == len(ours),
+    same = len(faster[0] & faster[1]) >= SAME_ROWS * len(faster[0] | faster[1])
+    run.check("two ranks tune in less time", times >= 1.7 and len(both) == len(ours) > 0 and same,
               f"{times:.2f} times: all of {len(both)} M answered after {first[0]:.1f} s and {first[1]:.1f} s (the last"
               f" change after {last[0]:.1f} and {last[1]:.1f}); faster rows {len(faster[0])} and {len(faster[1])},"
               f" {len(faster[0] & faster[1])} at the same M")  # fmt: skip
@@ -569,7 +582,7 @@ def main() -> int:
     parser.add_argument("--work", type=Path, default=Path("/tmp/moe-autotune-gpu-ranks"))  # noqa: S108 - kept for parts
     parser.add_argument("--idle-s", type=float, default=60.0, help="longest time to learn on in parts tp and ep")
     parser.add_argument("--cold-s", type=float, default=120.0, help="longest time to learn in parts two and one")
-    parser.add_argument("--start-s", type=int, default=240, help="longest time that a server may take to start")
+    parser.add_argument("--start-s", type=int, default=270, help="longest time that a server may take to start")
     parser.add_argument("--budget-s", type=float, default=BUDGET_S, help="parts that cannot end in time are left out")
     parser.add_argument("--port", type=int, default=31400)
     parser.add_argument("--compile-processes", type=int, default=10, help="of each rank")
