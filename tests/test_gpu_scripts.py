@@ -7,6 +7,7 @@ import json
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,7 +23,11 @@ import gpu_recapture
 import gpu_server
 import gpu_stand_in
 import plot_life
+import ranks_probe
 from gpu_stand_in import StandIn
+
+from sglang_moe_autotune import plugin
+from sglang_moe_autotune.serving import Serving
 
 
 @pytest.fixture(autouse=True)
@@ -133,6 +138,29 @@ STARTED = "MoE autotune 0.1.0: hooks in place; shapes on the Triton path: 1; lea
 )
 def test_rows_of_a_server_that_writes_no_live_file_are_in_its_log(log: str, rows: dict[int, int]) -> None:
     assert gpu_server.rows_at_start(log) == rows
+
+
+class TokenizedGenerateReqInput:
+    """Named as SGLang's."""
+
+
+def test_requests_that_came_in_a_slice_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    received: list[Any] = []
+    monkeypatch.setattr(Serving, "idle", lambda _self, worked: worked)
+    monkeypatch.setattr(Serving, "requests", lambda _self, some: received.extend(some))
+    monkeypatch.setattr(plugin, "serving", lambda: SimpleNamespace(place=SimpleNamespace(rank=1)))
+    ranks_probe._count_met(tmp_path)
+    serving = Serving.__new__(Serving)
+    user = TokenizedGenerateReqInput()
+    for worked, requests in ((True, [user]), (False, [user]), (True, [1])):
+        assert serving.idle(worked) is worked
+        serving.requests(requests)
+    serving.requests([user])  # no idle pass since the last one: no slice was met
+    assert len(received) == 4
+    end = time.monotonic() + 10
+    while not (tmp_path / "met-1.json").exists() and time.monotonic() < end:
+        time.sleep(0.05)
+    assert json.loads((tmp_path / "met-1.json").read_text()) == {"met 1": 1, "requests 1": 3}
 
 
 def test_a_share_that_is_too_small_does_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
