@@ -163,6 +163,20 @@ def test_requests_that_came_in_a_slice_are_counted(tmp_path: Path, monkeypatch: 
     assert json.loads((tmp_path / "met-1.json").read_text()) == {"met 1": 1, "requests 1": 3}
 
 
+@pytest.mark.parametrize(
+    ("line", "seen"),
+    [
+        ("[TP0] CustomAllReduceV2 is disabled because your platform lacks GPU P2P capability", 1),
+        ("[TP0] Setup Custom allreduce failed with no symmetric memory.", 1),
+        ("[TP0] All Reduce config: symmetric_memory = 80.00 MB, multicast = False", 1),
+        ("server_args=ServerArgs(enforce_disable_flashinfer_allreduce_fusion=True)", 0),
+    ],
+    ids=["disabled", "failed", "own", "arguments"],
+)
+def test_what_is_said_of_the_all_reduce_is_kept(line: str, seen: int) -> None:
+    assert len(gpu_ranks.all_reduce(f"other words\n{line}\n")) == seen
+
+
 def test_a_share_that_is_too_small_does_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_ranks, "SETTLED_S", 0.5)
     monkeypatch.setattr(gpu_ranks.Run, "met", lambda _: collections.Counter({"requests 0": 0}))
