@@ -48,6 +48,7 @@ GROWTH_MIB, LATE_MIB = 256, 32
 """of device memory, in all and in the second half: the bound on loaded kernels is reached in the first one"""
 RSS_GROWTH = 0.05
 """of the server's resident memory, in the second half"""
+START_S = 240
 SAMPLE_S, ANSWERS_S = 15.0, 60.0
 DEEP_GAP_S = 24.0, 32.0
 """a row must stand for 20 s before its graph is captured again"""
@@ -476,16 +477,9 @@ def saver_environ() -> tuple[dict[str, str], str]:
     return {}, f"its library cannot be preloaded: {words}"
 
 
-def one_server(options: argparse.Namespace, parts: Parts, found: dict[str, Any], checks: list[Any]) -> None:
-    library, why = ({}, "not beside --recapture") if options.recapture else saver_environ()
-    saver = not why
-    if not saver and not options.recapture:
-        found["left_out"] = f"release and resume: {why}"
-        print(f"    {found['left_out']}", flush=True)
-        checks.append(("weights and caches are released and resumed", False, why))
-    root = options.work / "store"
+def start(options: argparse.Namespace, root: Path, checks: list[Any]) -> tuple[Server, bool]:
+    """The server, and whether it can release its weights and caches: without that the rest is soaked all the same."""
     environ = {
-        **library,
         "TRITON_CACHE_DIR": str(options.work / "triton"),
         "SGLANG_MOE_AUTOTUNE_DIR": str(root),
         "SGLANG_MOE_AUTOTUNE_BUDGET_S": "3600",
@@ -493,10 +487,26 @@ def one_server(options: argparse.Namespace, parts: Parts, found: dict[str, Any],
         "SGLANG_MOE_AUTOTUNE_COMPILE_PROCESSES": str(options.compile_processes),
         "SGLANG_MOE_AUTOTUNE_RECAPTURE": "idle" if options.recapture else "restart",
     }
-    flags = (*FEWER_SIZES, *(SAVER if saver else ()), *options.flags)
-    model = Model(layers=2).write(options.work / "model")
+    model, flags = Model(layers=2).write(options.work / "model"), (*FEWER_SIZES, *options.flags)
+    if not options.recapture:
+        library, why = saver_environ()
+        if not why:
+            log = options.out / "server.log"
+            try:
+                return Server(model, options.port, log, environ | library, (*flags, *SAVER), START_S), True
+            except RuntimeError as error:
+                why = str(error)[-500:]
+        print(f"    release and resume are left out: {why}", flush=True)
+        checks.append(("weights and caches are released and resumed", False, why))
+    log = options.out / ("server.log" if options.recapture else "server_without_saver.log")
+    return Server(model, options.port + 1, log, environ, flags, START_S), False
+
+
+def one_server(options: argparse.Namespace, parts: Parts, found: dict[str, Any], checks: list[Any]) -> None:
+    root = options.work / "store"
     found["rows_before"] = rows_stored(root)
-    with Server(model, options.port, options.out / "server.log", environ, flags) as server:
+    server, saver = start(options, root, checks)
+    with server:
         found["started_s"] = round(server.started_s, 1)
         soak = Soak(server, root, options.seed, saver=saver)
         kept = options.work / "reference.json"

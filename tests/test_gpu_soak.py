@@ -260,6 +260,27 @@ def test_a_soak_with_captures_needs_some(tmp_path: Path, outcomes: dict[str, int
     assert {name: ok for name, ok, _ in checks}["graphs were captured again, none in vain"] is holds
 
 
+@pytest.mark.parametrize("recapture", [False, True])
+def test_a_server_without_the_memory_saver_is_soaked_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recapture: bool
+) -> None:
+    started: list[tuple[str, ...]] = []
+
+    def server(_model: Path, _port: int, _log: Path, _environ: Any, flags: tuple[str, ...], _wait_s: int) -> str:
+        started.append(flags)
+        if "--enable-memory-saver" in flags:
+            raise RuntimeError("the server is not healthy after 3 s")
+        return "a server"
+
+    monkeypatch.setattr(gpu_soak, "Server", server)
+    monkeypatch.setattr(gpu_soak, "saver_environ", lambda: ({}, ""))
+    options = SimpleNamespace(work=tmp_path, out=tmp_path, port=1, flags=[], compile_processes=1, recapture=recapture)
+    checks: list[tuple[str, bool, str]] = []
+    assert gpu_soak.start(options, tmp_path, checks) == ("a server", False)  # type: ignore[arg-type]
+    assert len(started) == (1 if recapture else 2)
+    assert [ok for _, ok, _ in checks] == ([] if recapture else [False])
+
+
 def test_a_library_that_the_loader_cannot_load_is_found_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     package = tmp_path / "torch_memory_saver"
     package.mkdir()
