@@ -29,11 +29,13 @@ def enliven(original: Callable[..., Any], model: Any, *args: Any, **named: Any) 
     import torch  # noqa: PLC0415 - servers only
 
     original(model, *args, **named)
+    # These multiply by one more than their weight, some of SGLang's paths by a sum that was made before this.
+    above_one = {f"{name}.weight" for name, part in model.named_modules() if type(part).__name__.startswith("Gemma")}
     for name, tensor in model.state_dict().items():
         if not torch.is_floating_point(tensor) or torch.finfo(tensor.dtype).bits < 16 or "scale" in name:
             continue
         if tensor.dim() == 1 and "norm" in name:
-            tensor.fill_(1.0)
+            tensor.fill_(0.0 if name in above_one else 1.0)
         elif tensor.dim() > 1:
             most = (3.0 / tensor.shape[-1]) ** 0.5  # of this width the standard deviation is 1 / sqrt(inputs)
             generator = torch.Generator(device=tensor.device).manual_seed(zlib.crc32(name.encode()))

@@ -66,3 +66,19 @@ def test_the_installed_sglang_makes_weights_up_where_this_takes_hold() -> None:
     pytest.importorskip("sglang")
     module, _, name = lively_weights.INITIALISE.rpartition(".")
     assert callable(getattr(importlib.import_module(module), name))
+
+
+class GemmaRMSNorm(torch.nn.Module):
+    """Named as SGLang's: its factor is its weight and one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.full((8,), 0.001), requires_grad=False)
+
+
+def test_norms_whose_factor_is_one_more_than_their_weight_are_one_too() -> None:
+    model = torch.nn.Module()
+    model.q_norm, model.norm = GemmaRMSNorm(), torch.nn.RMSNorm(8).requires_grad_(False)
+    lively_weights.enliven(lambda *_: None, model)
+    assert (model.q_norm.weight + 1 == 1).all()
+    assert (model.norm.weight == 1).all()
