@@ -403,3 +403,59 @@ def test_the_probe_sees_slices_and_times_the_hooks_in_a_scheduler(scheduler: Sch
     for cost in told["micro"]["idle_ns"].values():
         assert 0 < cost["stock"] < cost["hooked"] < cost["looking"]
     assert all(value > 0 for value in told["micro"]["lookup_ns"].values())
+
+
+def forgotten() -> dict[str, object]:
+    """A whole plugin with its store, its leases and its peers, which learns from a recording; then it forgets."""
+    import time  # noqa: PLC0415 - this runs in the other process
+
+    import demo_cpu  # noqa: PLC0415
+    import serving_probe  # noqa: PLC0415
+
+    from sglang_moe_autotune import landscape, plugin  # noqa: PLC0415
+
+    recorded = landscape.load(demo_cpu.LANDSCAPE)
+    module, server_args = demo_cpu.lookup_module(recorded.device_name)
+    serving = plugin.serving()
+    serving_probe._watch_plugin()
+    serving.start(demo_cpu.device_of(recorded, 2.0, 0))
+    scheduler = demo_cpu.IdleScheduler(server_args)
+    for m in recorded.ms:
+        demo_cpu.ask(module, recorded.shape, m)
+
+    def learn(count: int) -> list[int]:
+        """The M of so many records."""
+        events, end = serving_probe._events, time.monotonic() + 60
+        events.clear()
+        learned: list[int] = []
+        while len(learned) < count and time.monotonic() < end:
+            scheduler.maybe_sleep_on_idle()
+            if serving.state in {"idle", "waiting"}:
+                time.sleep(0.001)
+            while events:
+                kind, _, m, _ = events.popleft()
+                if kind == serving_probe.LEARNED:
+                    learned.append(m)
+        return learned
+
+    time.sleep(0.1)  # a grace
+    first = learn(3)
+    kept = serving.store.flush(10.0), len(serving.store.contents.records)
+    told = serving_probe.forget(scheduler)
+    again = learn(3)
+    serving.let_go()
+    return {
+        "ms": list(recorded.ms), "first": first, "kept": kept, "queued": told["queued"], "again": again,
+    }  # fmt: skip
+
+
+@pytest.mark.sglang
+def test_what_was_forgotten_is_learned_again_beside_its_records_in_the_store(scheduler: SchedulerProcess) -> None:
+    scheduler.run_source(
+        f"def path():\n    import sys\n    sys.path.insert(0, {str(Path(bench_serving.__file__).parent)!r})\n", "path"
+    )
+    told = scheduler.run(forgotten)
+    assert told["kept"] == [True, len(set(told["first"]))]
+    assert told["queued"] == len(told["ms"])
+    assert len(told["again"]) == 3
+    assert set(told["again"]) & set(told["first"])
