@@ -216,6 +216,14 @@ def stretch(requests: Iterable[Sequence[Piece]], begin_ns: int, end_ns: int) -> 
     }
 
 
+def steps(results_ns: Sequence[int], begin_ns: int, end_ns: int) -> dict[str, float]:
+    """The scheduler's own steps between two moments: the median time from one batch's result to the next, which how
+    many requests began in between hardly moves. results_ns: ordered. Empty where there were no two."""
+    low, high = bisect.bisect_left(results_ns, begin_ns), bisect.bisect_left(results_ns, end_ns)
+    spans = [(after - before) / 1e6 for before, after in itertools.pairwise(results_ns[low:high])]
+    return {"step_p50_ms": quantile(spans, 0.5)} if spans else {}
+
+
 def slices_by_m(events: Iterable[tuple[int, int, int, int]], slice_us: float) -> list[dict[str, float]]:
     """The passes of each M: how many, how long, and how many were longer than a slice; M 0 is news and notes."""
     by_m: dict[int, list[float]] = {}

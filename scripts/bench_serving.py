@@ -45,6 +45,7 @@ from bench_figures import (
     latency_checks,
     ratio,
     slices_by_m,
+    steps,
     stretch,
     within,
 )
@@ -186,8 +187,9 @@ def sparse_turn(client: Client, turn: int, *, tuning: bool, first: int, options:
 class Load:
     """A closed loop of streams while the block lasts; then each comes to the end of its request.
 
-    Requests are of unlike lengths, the same in each run, or all streams would begin and end together. Raises
-    RuntimeError at the end where one failed.
+    Requests are of unlike lengths, the same in each run, or all streams would begin and end together; and not short:
+    how many begin in a stretch is most of what differs between stretches. Raises RuntimeError at the end where one
+    failed.
     """
 
     def __init__(self, client: Client, first: int, streams: int) -> None:
@@ -214,7 +216,7 @@ class Load:
         number = self._first + place * 10_000
         try:
             while not self._ended.is_set():
-                self.requests.append(self._client.stream(number, 64, 96 + number * 37 % 65))
+                self.requests.append(self._client.stream(number, 64, 256 + number * 37 % 129))
                 number += 1
         except (OSError, RuntimeError, http.client.HTTPException) as error:
             self._faults.append(error)
@@ -481,10 +483,17 @@ def run_steady(bench: Bench, server: Server, client: Client, pairs: int) -> None
                 time.sleep(options.steady_s)
                 spans[tuning].append((begin, time.monotonic_ns()))
         passes = bench.ask("passes")["passes"] - passes
-    turns = {tuning: [stretch(load.requests, *span) for span in of] for tuning, of in spans.items()}
+    results = sorted(at for kind, at, *_ in bench.events() if kind == probe.RESULT)
+    turns = {
+        tuning: [{**stretch(load.requests, *span), **steps(results, *span)} for span in of]
+        for tuning, of in spans.items()
+    }
     found: dict[str, Any] = {"on": turns[True], "off": turns[False], "requests": len(load.requests)}
     found["passes_of_tuning"] = passes
-    for name, label in (("tokens_s", "throughput"), ("itl_mean_ms", "inter-token latency")):
+    for name, label in (("tokens_s", "throughput"), ("itl_mean_ms", "inter-token latency"),
+                        ("itl_p50_ms", "median inter-token latency"), ("step_p50_ms", "median step")):  # fmt: skip
+        if not all(name in turn for of in turns.values() for turn in of):
+            continue
         found[label] = ratio([t[name] for t in turns[True]], [t[name] for t in turns[False]])
         found[label]["interval_within_the_limit"] = max(abs(found[label][end]) for end in ("low", "high")) <= STEADY
         bench.checks.append(within(f"steady load, {label}", found[label], STEADY))

@@ -20,6 +20,8 @@ from bench_figures import Piece, Request, Slices
 from stand_in_server import StandInBench
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from scheduler_process import SchedulerProcess
 
 MS = 1_000_000
@@ -148,6 +150,12 @@ def test_passes_are_told_by_m_with_those_longer_than_a_slice() -> None:
     assert [(m, row["passes"], row["longer_than_a_slice"], row["longer_than_2_ms"]) for m, row in rows.items()] == [
         (0, 1, 0, 0), (64, 2, 1, 0), (2048, 1, 1, 1),
     ]  # fmt: skip
+
+
+def test_steps_are_those_between_results_and_none_where_there_were_no_two() -> None:
+    results = [0, 2 * MS, 4 * MS, 12 * MS, 14 * MS, 16 * MS]
+    assert figures.steps(results, 0, 20 * MS) == {"step_p50_ms": 2.0}
+    assert figures.steps(results, 5 * MS, 13 * MS) == {}
 
 
 # -- the bench ----------------------------------------------------------------------------------------------------
@@ -450,11 +458,14 @@ def forgotten() -> dict[str, object]:
 
 
 @pytest.mark.sglang
-def test_what_was_forgotten_is_learned_again_beside_its_records_in_the_store(scheduler: SchedulerProcess) -> None:
-    scheduler.run_source(
+def test_what_was_forgotten_is_learned_again_beside_its_records_in_the_store(
+    start_scheduler: Callable[..., SchedulerProcess],
+) -> None:
+    process = start_scheduler()  # of its own: the plugin of the other one has had parts replaced
+    process.run_source(
         f"def path():\n    import sys\n    sys.path.insert(0, {str(Path(bench_serving.__file__).parent)!r})\n", "path"
     )
-    told = scheduler.run(forgotten)
+    told = process.run(forgotten)
     assert told["kept"] == [True, len(set(told["first"]))]
     assert told["queued"] == len(told["ms"])
     assert len(told["again"]) == 3
