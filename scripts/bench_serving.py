@@ -4,10 +4,15 @@
     bench_serving.py --out DIR [--part ttft] [--part steady] [--part micro] [--part startup] [-- MORE SERVER FLAGS]
 
 Run it with the Python that SGLang is installed in. One server is started, tuning is switched on and off in it in
-turn: ``ttft`` sends sparse requests (Poisson), ``steady`` a closed loop of streams, ``micro`` times the hooks inside
-the server. ``startup`` starts servers of its own, with and without the plugin, seven times, about 8 minutes: after
-another run on the same machine, which leaves its store (and what a machine's first start compiles) behind. Without
---part: ttft, steady and micro, about 8 minutes. ``bench_serving.py --plot DIR/serving.json`` draws a run again.
+turn: ``ttft`` sends sparse requests (Poisson), the same ones on and off, ``steady`` runs a closed loop of streams all
+the while, ``micro`` times the hooks inside the server. Before a turn with tuning on the tuner forgets what it learned
+where too little is left to learn, and requests are sent from its first pass on: binaries are there from the time of
+warming up, so that it does not wait for them. Without --part: these three, in the time of --budget-s: turns that do
+not fit are left out.
+
+``startup`` starts servers of its own, with and without the plugin, seven times, about 8 minutes: after another run on
+the same machine, which leaves its store (and what a machine's first start compiles) behind. ``bench_serving.py --plot
+DIR/serving.json`` draws a run again.
 """
 
 from __future__ import annotations
@@ -16,10 +21,10 @@ import argparse
 import gc
 import http.client
 import importlib.metadata
-import itertools
 import json
 import os
 import random
+import re
 import shutil
 import statistics
 import sys
@@ -30,7 +35,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import serving_probe as probe
-from bench_figures import Check, Request, Slices, added_latency, latency_checks, quantile, ratio, slices_by_m, within
+from bench_figures import (
+    Check,
+    Piece,
+    Request,
+    Slices,
+    added_latency,
+    by_length,
+    latency_checks,
+    ratio,
+    slices_by_m,
+    steps,
+    stretch,
+    within,
+)
 from gpu_parts import BUDGET_S, Parts, end_on_terminate
 from gpu_server import FEWER_SIZES, Model, Server, install
 
@@ -41,10 +59,24 @@ PARTS = ("ttft", "steady", "micro", "startup")
 KINDS = ("stock-cold", "stock-warm", "plugin-cold", "plugin-store-only", "plugin-warm")
 WARM = ("stock-warm", "plugin-warm")
 STARTS = ("stock-cold", "plugin-cold", "plugin-store-only", *WARM, *WARM)
-FLAGS = FEWER_SIZES
+FLAGS = FEWER_SIZES[: FEWER_SIZES.index("--cuda-graph-bs-prefill")]
+"""44 captured sizes, the prefill ones as SGLang has them: first searches of some 40 s, in which little must be compiled
+that was not compiled for the same searches before"""
 VOCABULARY = 31_000
-FEW_LEFT = 24
-"""M in the queue below which the tuner forgets, so that the next turn has work: as many as are captured"""
+FEW_LEFT = 18
+"""M in the queue below which the tuner forgets, so that the next turn has work: a first search takes 0.8 s on an H200,
+and a turn of 15 s has 13 s without requests"""
+FIRST_PASS_S = 5.0
+"""for which a turn waits for its first pass of tuning; then it begins without"""
+PAIR_S = 1.2
+"""beside its requests, of a turn on and off"""
+LEAST_TURNS = 5
+SETTLE_S = 0.3
+"""of steady load after the switch, before what is measured"""
+LEAST_STRETCHES = 16
+STEADY = 0.005
+"""within which throughput and inter-token latency stay"""
+_TOKENS = re.compile(rb'"completion_tokens": ?(\d+)')
 KEPT = Path(tempfile.gettempdir()) / "moe-autotune-serving"
 """what a run leaves on the machine for one with the part startup"""
 
@@ -54,12 +86,13 @@ def arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="folder for serving.json, serving.png and the servers' logs")
     parser.add_argument("--part", action="append", choices=PARTS, help="run this part only; may be repeated")
-    parser.add_argument("--turns", type=int, default=6, help="times that tuning is switched on, and off")
+    parser.add_argument("--turns", type=int, default=10, help="of sparse requests, on and off, at most")
     parser.add_argument("--turn-s", type=float, default=15.0, help="of sparse requests a turn")
     parser.add_argument("--rate", type=float, default=2.0, help="sparse requests a second, Poisson")
-    parser.add_argument("--steady-s", type=float, default=8.0, help="of steady load a turn")
+    parser.add_argument("--steady-s", type=float, default=2.0, help="of steady load between two switches")
+    parser.add_argument("--steady-turns", type=int, default=40, help="of steady load, on and off, at most")
     parser.add_argument("--streams", type=int, default=8, help="requests that run at a time under steady load")
-    parser.add_argument("--warm-s", type=float, default=60.0, help="of idle learning first, to have binaries compiled")
+    parser.add_argument("--warm-s", type=float, default=50.0, help="of idle learning first, to have binaries compiled")
     parser.add_argument("--start", action="append", choices=KINDS, help="of the part startup; may be repeated")
     parser.add_argument("--store", type=Path, help="learned store to start with, store.tar.gz of another run")
     parser.add_argument("--keep", type=Path, default=KEPT, help="folder where one run leaves its store for startup")
@@ -95,10 +128,11 @@ class Client:
     def __init__(self, port: int) -> None:
         self.port = port
 
-    def stream(self, number: int, tokens: int, new_tokens: int) -> list[int]:
-        """Send one request; the times of sending and of each piece of the answer, in ns of CLOCK_MONOTONIC.
+    def stream(self, number: int, tokens: int, new_tokens: int) -> list[Piece]:
+        """Send one request; the sending and each piece of the answer. A server that is behind leaves pieces out, and
+        the next one brings their tokens too.
 
-        Raises RuntimeError where the server does not answer with as many pieces as asked for.
+        Raises RuntimeError where the answer is none, or not as long as asked for.
         """
         body = json.dumps({
             "rid": f"{probe.PREFIX}{number}",
@@ -109,19 +143,20 @@ class Client:
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
         try:
             connection.connect()
-            times = [time.monotonic_ns()]
+            pieces = [Piece(time.monotonic_ns(), 0)]
             connection.request("POST", "/generate", body, {"Content-Type": "application/json"})
             answer = connection.getresponse()
             if answer.status != 200:
                 raise RuntimeError(f"the server answered {answer.status}: {answer.read()[:300]!r}")
             while line := answer.readline():
                 if line.startswith(b"data:") and not line.startswith(b"data: [DONE]"):
-                    times.append(time.monotonic_ns())
+                    told = _TOKENS.search(line)
+                    pieces.append(Piece(time.monotonic_ns(), int(told[1]) if told else pieces[-1].tokens + 1))
         finally:
             connection.close()
-        if len(times) < 2:
-            raise RuntimeError("the server's answer had no piece")
-        return times
+        if pieces[-1].tokens != new_tokens:
+            raise RuntimeError(f"the server's answer had {pieces[-1].tokens} tokens, and {new_tokens} were asked for")
+        return pieces
 
 
 def sparse_turn(client: Client, turn: int, *, tuning: bool, first: int, options: argparse.Namespace) -> list[Request]:
@@ -131,8 +166,8 @@ def sparse_turn(client: Client, turn: int, *, tuning: bool, first: int, options:
 
     def one(number: int) -> None:
         try:
-            times = client.stream(number, 24, 8)
-            found.append(Request(number, turn, tuning, times[0], times[1], times[-1]))
+            pieces = client.stream(number, 24, 8)
+            found.append(Request(number, turn, tuning, pieces[0].at_ns, pieces[1].at_ns, pieces[-1].at_ns))
         except (OSError, RuntimeError, http.client.HTTPException) as error:
             faults.append(error)
 
@@ -149,35 +184,42 @@ def sparse_turn(client: Client, turn: int, *, tuning: bool, first: int, options:
     return sorted(found)
 
 
-def steady_turn(client: Client, first: int, options: argparse.Namespace) -> dict[str, Any]:
-    """A closed loop of streams: tokens a second, and the gaps between the pieces of a stream in ms."""
-    begun = time.monotonic_ns()
-    until = begun + int(options.steady_s * 1e9)
-    gaps: list[list[float]] = [[] for _ in range(options.streams)]
-    counts = [0] * options.streams
-    faults: list[BaseException] = []
+class Load:
+    """A closed loop of streams while the block lasts; then each comes to the end of its request.
 
-    def run(place: int) -> None:
-        number = first + place * 1000
+    Requests are of unlike lengths, the same in each run, or all streams would begin and end together; and not short:
+    how many begin in a stretch is most of what differs between stretches. Raises RuntimeError at the end where one
+    failed.
+    """
+
+    def __init__(self, client: Client, first: int, streams: int) -> None:
+        self.requests: list[list[Piece]] = []
+        self._client, self._first = client, first
+        self._ended = threading.Event()
+        self._faults: list[BaseException] = []
+        self._threads = [threading.Thread(target=self._run, args=(place,)) for place in range(streams)]
+
+    def __enter__(self) -> Load:  # noqa: PYI034 - Self is in typing from Python 3.11 on
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        self._ended.set()
+        for thread in self._threads:
+            thread.join()
+        if self._faults and kind is None:
+            words = f"{len(self._faults)} of {len(self._threads)} streams failed: {self._faults[0]}"
+            raise RuntimeError(words) from self._faults[0]
+
+    def _run(self, place: int) -> None:
+        number = self._first + place * 10_000
         try:
-            while time.monotonic_ns() < until:
-                times = [t for t in client.stream(number, 64, 128) if t < until]
-                counts[place] += max(0, len(times) - 1)
-                gaps[place] += [(b - a) / 1e6 for a, b in itertools.pairwise(times[1:])]
+            while not self._ended.is_set():
+                self.requests.append(self._client.stream(number, 64, 256 + number * 37 % 129))
                 number += 1
         except (OSError, RuntimeError, http.client.HTTPException) as error:
-            faults.append(error)
-
-    threads = [threading.Thread(target=run, args=(place,)) for place in range(options.streams)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if faults:
-        raise RuntimeError(f"{len(faults)} of {options.streams} streams failed: {faults[0]}") from faults[0]
-    flat = [gap for of_stream in gaps for gap in of_stream]
-    return {"tokens_s": sum(counts) / options.steady_s, "itl_mean_ms": statistics.fmean(flat),
-            "itl_p50_ms": quantile(flat, 0.5), "itl_p99_ms": quantile(flat, 0.99), "pieces": len(flat)}  # fmt: skip
+            self._faults.append(error)
 
 
 class Bench:
@@ -199,7 +241,7 @@ class Bench:
         self.parts = Parts(self.out / "serving.json", options.budget_s, self.findings)
         if options.store:
             shutil.unpack_archive(options.store, self.work / "store")
-        self._numbers = self._served = 0
+        self._numbers = self._served = self._asked = 0
 
     def environ(self, **more: str) -> dict[str, str]:
         return {
@@ -212,10 +254,10 @@ class Bench:
             **more,
         }
 
-    def serve(self, name: str, **environ: str) -> Server:
+    def serve(self, name: str, sizes: Sequence[str] = FEWER_SIZES, **environ: str) -> Server:
         self.probe.mkdir(exist_ok=True)
         print(f"--- starting server {name}", flush=True)
-        flags = (*FLAGS, *self.options.flags)
+        flags = (*sizes, *self.options.flags)
         self._served += 1
         port, log = self.options.port + self._served, self.work / f"{name}.log"
         self.findings["port"] = port
@@ -234,13 +276,14 @@ class Bench:
 
     def ask(self, command: str, timeout_s: float = 60.0) -> Any:
         """Give the probe a command and wait for its answer. Raises RuntimeError without one, or with a fault in it."""
-        answer = self.probe / f"{command}.json"
-        (self.probe / f"{command}.ask").touch()
+        self._asked += 1
+        answer = self.probe / f"{command}-{self._asked}.json"
+        answer.with_suffix(".ask").touch()
         end = time.monotonic() + timeout_s
         while not answer.exists():
             if time.monotonic() > end:
                 raise RuntimeError(f"the probe gave no answer to {command} within {timeout_s:.0f} s")
-            time.sleep(0.05)
+            time.sleep(0.02)
         told = json.loads(answer.read_text())
         if "error" in told:
             raise RuntimeError(f"the probe could not do {command}: {told['error']}")
@@ -254,19 +297,19 @@ class Bench:
         """By request, and looked at: a switch that does nothing would compare off with off."""
         level = 2 if tuning else 1
         answer = server.post("/set_internal_state", {"server_args": {"moe_autotune": level}})
-        told = server.get("/server_info")["internal_states"][0]["moe_autotune"]["switch"]
+        told = state_of(server)["switch"]
         if told != ("on" if tuning else "rows"):
             raise RuntimeError(f"the switch says {told!r} after {level} was asked for: {answer}")
 
 
-def queue_length(server: Server) -> int:
-    found: int = server.get("/server_info")["internal_states"][0]["moe_autotune"]["queue"]
+def state_of(server: Server) -> dict[str, Any]:
+    found: dict[str, Any] = server.get("/server_info")["internal_states"][0]["moe_autotune"]
     return found
 
 
 def live_parts(bench: Bench, parts: Sequence[str]) -> None:
     """ttft, steady and micro, in one server."""
-    with bench.serve("tuning") as server:
+    with bench.serve("tuning", FLAGS) as server:
         try:
             run_live(bench, server, parts)
             server.rest()
@@ -286,24 +329,47 @@ def run_live(bench: Bench, server: Server, parts: Sequence[str]) -> None:
     for _ in range(3):  # what a first request costs is no matter of tuning
         client.stream(bench.take_numbers(1), 24, 8)
     if "ttft" in parts:
-        time.sleep(options.warm_s)
-        bench.findings["warmed"] = server.get("/server_info")["internal_states"][0]["moe_autotune"]
+        warm_up(bench, server)
     bench.switch(server, tuning=False)
-    before = bench.ask("memory-before")
+    before = bench.ask("memory")
     if "ttft" in parts:
-        need_s = 2 * options.turns * (options.turn_s + 1)
-        run("ttft", lambda: (bench.ask("forget-first"), run_sparse(bench, server, client)), need_s=need_s)
-    if "steady" in parts:
-        need_s = 2 * options.turns * (options.steady_s + 0.5) + 5
-        run("steady", lambda: run_steady(bench, server, client), need_s=need_s)
+        pair_s = 2 * options.turn_s + PAIR_S
+        later_s = 25.0 if "steady" not in parts else 30.0 + least_stretches(options) * stretches_s(options)
+        fitting = int((bench.parts.left_s - later_s) / pair_s)
+        turns = min(options.turns, max(fitting, LEAST_TURNS))
+        run("ttft", lambda: run_sparse(bench, server, client, turns), need_s=turns * pair_s)
     if "micro" in parts:
         run("micro", lambda: run_micro(bench, server))
+    if "steady" in parts:
+        fitting = int((bench.parts.left_s - 20.0) / stretches_s(options))
+        pairs = min(options.steady_turns, max(fitting, least_stretches(options)))
+        run("steady", lambda: run_steady(bench, server, client, pairs), need_s=pairs * stretches_s(options))
     bench.switch(server, tuning=False)
     bench.findings["watch"] = watch(bench.work / "store")
-    after = bench.ask("memory-after")
+    after = bench.ask("memory")
     bench.findings["memory"] = {"before": before, "after": after}
     grown = (before["free"] - after["free"]) / 2**20
     bench.checks.append(Check("device memory, by the driver's count", "stated", f"{grown:+.0f} MiB", True))
+
+
+def least_stretches(options: argparse.Namespace) -> int:
+    return min(int(options.steady_turns), LEAST_STRETCHES)
+
+
+def stretches_s(options: argparse.Namespace) -> float:
+    """Of steady load on and off, the switches included."""
+    return 2.0 * (options.steady_s + SETTLE_S + 0.1)
+
+
+def warm_up(bench: Bench, server: Server) -> None:
+    """Let it learn for a while, so that the binaries of its searches exist. A pause that tuning makes is cut short."""
+    begun, rows = time.monotonic(), []
+    while (passed_s := time.monotonic() - begun) < bench.options.warm_s:
+        renewed, told = bench.ask("renew"), state_of(server)
+        known = {name: told.get(name) for name in ("state", "rows", "queue", "compile", "gpu_s")}
+        rows.append({"after_s": round(passed_s, 1), "paused": bool(renewed["lifted"]), **known})
+        time.sleep(min(2.0, max(0.0, begun + bench.options.warm_s - time.monotonic())))
+    bench.findings["warming"], bench.findings["warmed"] = rows, state_of(server)
 
 
 def watch(root: Path) -> dict[str, Any]:
@@ -317,63 +383,121 @@ def watch(root: Path) -> dict[str, Any]:
 
 def run_micro(bench: Bench, server: Server) -> None:
     bench.switch(server, tuning=False)
-    bench.findings["micro"] = bench.ask("micro-1")
+    bench.findings["micro"] = bench.ask("micro")
     bench.checks += micro_checks(bench.findings["micro"])
 
 
-def run_sparse(bench: Bench, server: Server, client: Client) -> None:
+def begin_tuning(bench: Bench, server: Server) -> dict[str, Any]:
+    """Switch tuning on with a turn's work before it; back after its first pass, or ``FIRST_PASS_S``."""
+    forgot = state_of(server)["queue"] < FEW_LEFT
+    began, before = bench.ask("forget" if forgot else "renew"), bench.ask("passes")
+    begun = time.monotonic()
+    bench.switch(server, tuning=True)
+    while (told := bench.ask("passes"))["passes"] == before["passes"] and time.monotonic() < begun + FIRST_PASS_S:
+        pass
+    first_s = time.monotonic() - begun if told["passes"] > before["passes"] else None
+    return {"queued": began["queued"], "forgot": forgot, "pause_lifted": bool(began["lifted"]),
+            "first_pass_s": first_s, "pauses": before["pauses"]}  # fmt: skip
+
+
+def run_sparse(bench: Bench, server: Server, client: Client, turns: int) -> None:
     options = bench.options
     requests: list[Request] = []
-    begun = time.monotonic_ns()
-    on_spans = []
-    for turn in range(options.turns):
+    rows: list[dict[str, Any]] = []
+    begun, spans = time.monotonic_ns(), []
+    for turn in range(turns):
         for tuning in (turn % 2 == 0, turn % 2 == 1):  # a drift meets both alike
-            if tuning and queue_length(server) < FEW_LEFT:
-                bench.ask(f"forget-{turn}")
-            bench.switch(server, tuning=tuning)
-            time.sleep(0.3)
+            if tuning:
+                rows.append({"turn": turn, **begin_tuning(bench, server)})
+            else:
+                bench.switch(server, tuning=False)
+                time.sleep(0.3)
             first = bench.take_numbers(10_000)
             at = time.monotonic_ns()
             requests += sparse_turn(client, turn, tuning=tuning, first=first, options=options)
             if tuning:
-                on_spans.append((at, time.monotonic_ns()))
-        print(f"    turn {turn + 1} of {options.turns}: {len(requests)} requests", flush=True)
-    events = [e for e in bench.events() if e[1] >= begun]
-    sent = {value: at for kind, at, _, value in events if kind == probe.SENT and value >= 0}
-    received = {value: at for kind, at, _, value in events if kind == probe.RECEIVED and value >= 0}
-    requests = [
-        r._replace(sent_ns=sent.get(r.number, 0), received_ns=received.get(r.number, 0)) for r in requests
-    ]
-    passes = [e for e in events if e[0] == probe.SLICE]
-    slices = Slices((begin, end) for _, begin, end, _ in passes)
-    learned = [e for e in events if e[0] == probe.LEARNED]
-    figures = added_latency(requests, slices)
-    figures["passes"] = slices_by_m(passes, 500.0)
-    figures["busy_share_of_on_turns"] = [slices.busy_share(*span) for span in on_spans]
-    figures["learned"] = {"records": len(learned), "faster": sum(value for *_, value in learned)}
-    figures["slices_while_a_batch_ran"] = sum(e[0] == probe.INTRUDED for e in events)
-    figures["times_ms"] = [
-        [r.turn, r.tuning, r.ttft_ms, r.wait_ms if r.received_ns and r.sent_ns else None,
-         bool(r.sent_ns) and slices.running_at(r.sent_ns)] for r in requests
-    ]  # fmt: skip
-    bench.findings["ttft"] = figures
-    bench.checks += latency_checks(figures, len(learned))
-    count = figures["slices_while_a_batch_ran"]
+                spans.append((at, time.monotonic_ns()))
+                told = state_of(server)
+                rows[-1]["pauses"] = bench.ask("passes")["pauses"] - rows[-1]["pauses"]
+                rows[-1] |= {"left": told["queue"], "compile": told.get("compile")}
+        print(f"    turn {turn + 1} of {turns}: {len(requests)} requests", flush=True)
+    bench.findings["ttft"] = sparse_figures(bench, begun, requests, spans, rows)
+    bench.checks += latency_checks(bench.findings["ttft"], [row["faster"] for row in rows])
+    count = bench.findings["ttft"]["slices_while_a_batch_ran"]
     bench.checks.append(Check("slices while a batch was on the GPU", "0", str(count), count == 0))
 
 
-def run_steady(bench: Bench, server: Server, client: Client) -> None:
+def sparse_figures(
+    bench: Bench, begun: int, requests: list[Request], spans: list[tuple[int, int]], rows: list[dict[str, Any]]
+) -> dict[str, Any]:
+    """begun, spans: the whole and the turns with tuning on, in ns. rows: of these turns, to be completed."""
+    events = [e for e in bench.events() if e[1] >= begun]
+    sent, received, handed = (
+        {value: at for kind, at, _, value in events if kind == wanted and value >= 0}
+        for wanted in (probe.SENT, probe.RECEIVED, probe.HANDED)
+    )
+    requests = [
+        r._replace(**{f"{name}_ns": seen.get(r.number, 0)
+                      for name, seen in (("sent", sent), ("received", received), ("handed", handed))})
+        for r in requests
+    ]  # fmt: skip
+    passes = [e for e in events if e[0] == probe.SLICE]
+    slices = Slices((begin, end) for _, begin, end, _ in passes)
+    learned = [(at, value) for kind, at, _, value in events if kind == probe.LEARNED]
+    for row, span in zip(rows, spans, strict=True):
+        mine = [r for r in requests if r.tuning and r.turn == row["turn"]]
+        faster = [value for at, value in learned if span[0] <= at < span[1]]
+        row |= {
+            "requests": len(mine),
+            "share_met": sum(slices.met_by(r) is not None for r in mine) / max(1, len(mine)),
+            "share_of_time_in_passes": slices.busy_share(*span),
+            "records": len(faster),
+            "faster": sum(faster),
+        }
+    figures = added_latency(requests, slices)
+    figures["turns"] = rows
+    figures["by_length_of_the_pass"] = by_length([r for r in requests if r.tuning], slices, spans)
+    figures["passes"] = slices_by_m(passes, 500.0)
+    figures["learned"] = {"records": len(learned), "faster": sum(value for _, value in learned)}
+    figures["slices_while_a_batch_ran"] = sum(e[0] == probe.INTRUDED for e in events)
+    figures["times_ms"] = [
+        [r.turn, r.tuning, r.ttft_ms, r.wait_ms if r.received_ns and r.sent_ns else None, slices.met_by(r) is not None]
+        for r in requests
+    ]
+    return figures
+
+
+def run_steady(bench: Bench, server: Server, client: Client, pairs: int) -> None:
+    """The switch is set while the streams go on: what starting and ending them costs is in neither side."""
     options = bench.options
-    steady_turn(client, bench.take_numbers(100_000), argparse.Namespace(**{**vars(options), "steady_s": 3.0}))
-    turns: dict[bool, list[dict[str, Any]]] = {True: [], False: []}
-    for turn in range(options.turns):
-        for tuning in (turn % 2 == 0, turn % 2 == 1):
-            bench.switch(server, tuning=tuning)
-            turns[tuning].append(steady_turn(client, bench.take_numbers(100_000), options))
-    found: dict[str, Any] = {"on": turns[True], "off": turns[False]}
-    for name, label in (("tokens_s", "throughput"), ("itl_mean_ms", "inter-token latency")):
+    spans: dict[bool, list[tuple[int, int]]] = {True: [], False: []}
+    bench.ask("forget")  # tuning is to have work, if it were to find the time
+    with Load(client, bench.take_numbers(1_000_000), options.streams) as load:
+        time.sleep(2 * options.steady_s)
+        passes = bench.ask("passes")["passes"]
+        for turn in range(pairs):
+            for tuning in (turn % 2 == 0, turn % 2 == 1):
+                bench.switch(server, tuning=tuning)
+                time.sleep(SETTLE_S)
+                begin = time.monotonic_ns()
+                time.sleep(options.steady_s)
+                spans[tuning].append((begin, time.monotonic_ns()))
+        passes = bench.ask("passes")["passes"] - passes
+    results = sorted(at for kind, at, *_ in bench.events() if kind == probe.RESULT)
+    turns = {
+        tuning: [{**stretch(load.requests, *span), **steps(results, *span)} for span in of]
+        for tuning, of in spans.items()
+    }
+    found: dict[str, Any] = {"on": turns[True], "off": turns[False], "requests": len(load.requests)}
+    found["passes_of_tuning"] = passes
+    for name, label in (("tokens_s", "throughput"), ("itl_mean_ms", "inter-token latency"),
+                        ("itl_p50_ms", "median inter-token latency"), ("step_p50_ms", "median step")):  # fmt: skip
+        if not all(name in turn for of in turns.values() for turn in of):
+            continue
         found[label] = ratio([t[name] for t in turns[True]], [t[name] for t in turns[False]])
-        bench.checks.append(within(f"steady load, {label}", found[label], 0.005))
+        found[label]["interval_within_the_limit"] = max(abs(found[label][end]) for end in ("low", "high")) <= STEADY
+        bench.checks.append(within(f"steady load, {label}", found[label], STEADY))
+    bench.checks.append(Check("passes of tuning under steady load", "0", str(passes), passes == 0))
     bench.findings["steady"] = found
 
 

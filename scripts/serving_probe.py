@@ -1,8 +1,9 @@
 """An observer beside the plugin, for ``bench_serving.py``: what a server does, on the clock that all processes share.
 
 As a SGLang plugin it writes events, four 64-bit numbers each, to ``SERVING_PROBE/<role>.events``: in the launcher
-when a request is handed to the scheduler, in the scheduler when it is received, when batches begin and end, and when
-an idle pass of the plugin did work. Commands lie as files in the same folder and are answered beside them.
+before and after a request is handed to the scheduler, in the scheduler when it is received, when batches begin and
+end, and when an idle pass of the plugin did work. Commands lie as files in the same folder and are answered beside
+them.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-SLICE, RECEIVED, BATCH, RESULT, LEARNED, SENT, INTRUDED = 1, 2, 3, 4, 5, 6, 7
+SLICE, RECEIVED, BATCH, RESULT, LEARNED, SENT, INTRUDED, HANDED = 1, 2, 3, 4, 5, 6, 7, 8
 """kinds of events: (kind, begin_ns, end_ns, value)"""
 
 PREFIX = "bench-"
@@ -59,6 +60,7 @@ def register() -> None:
     if multiprocessing.parent_process() is None:
         tokenizer = "sglang.srt.managers.tokenizer_manager.TokenizerManager._send_one_request"
         HookRegistry.register(tokenizer, _on_sent, HookType.BEFORE)
+        HookRegistry.register(tokenizer, _on_handed, HookType.AFTER)
         threading.Thread(target=_write, args=(folder / "launcher.events",), daemon=True).start()
         return
     if "sglang.srt.managers.scheduler" not in sys.modules:
@@ -87,11 +89,17 @@ def _write(path: Path) -> None:
 # -- what is observed ----------------------------------------------------------------------------------------------
 
 _running = {"batches": 0}
+_counts = {"passes": 0}
 
 
 def _on_sent(_manager: Any, request: Any, *_args: Any, **_kwargs: Any) -> None:
     at = _now()
     _events.append((SENT, at, at, number_of(getattr(request, "rid", ""))))
+
+
+def _on_handed(_result: Any, _manager: Any, request: Any, *_args: Any, **_kwargs: Any) -> None:
+    at = _now()
+    _events.append((HANDED, at, at, number_of(getattr(request, "rid", ""))))
 
 
 def _on_received(_scheduler: Any, requests: Any, *_args: Any, **_kwargs: Any) -> None:
@@ -124,6 +132,7 @@ def _watch_plugin() -> None:
         begin = _now()
         worked = idle(self, scheduler)
         if worked:
+            _counts["passes"] += 1
             entry = getattr(self.tuner, "_current", None)
             _events.append((SLICE, begin, _now(), 0 if entry is None else entry.M))
             if _running["batches"]:
@@ -169,6 +178,8 @@ def _listen(folder: Path) -> None:
                 torch = sys.modules["torch"]
                 free, total = torch.cuda.mem_get_info()
                 _answer(folder / command, {"free": free, "total": total})
+            elif command.startswith("passes"):
+                _answer(folder / command, passes())
             else:
                 _pending.append((command, folder / command))
 
@@ -184,13 +195,22 @@ def _on_idle(scheduler: Any, *_args: Any, **_kwargs: Any) -> None:
     if _pending:
         command, path = _pending.popleft()
         try:
-            _answer(path, {"forget": forget, "micro": micro}[command.partition("-")[0]](scheduler))
+            known = {"forget": forget, "renew": renew, "micro": micro}
+            _answer(path, known[command.partition("-")[0]](scheduler))
         except Exception as error:  # noqa: BLE001 - the server must not die of what asks it
             _answer(path, {"error": f"{type(error).__name__}: {error}"})
 
 
-def forget(_scheduler: Any) -> dict[str, int]:
-    """A tuner that has learned nothing takes over, with every M that was ever met in its queue."""
+def passes() -> dict[str, int]:
+    """Passes of tuning so far, and pauses that the plugin's watch over itself has made. From any thread."""
+    from sglang_moe_autotune import plugin  # noqa: PLC0415 - schedulers only
+
+    return {"passes": _counts["passes"], "pauses": plugin.serving().watch.pauses}
+
+
+def forget(scheduler: Any) -> dict[str, int]:
+    """A tuner that has learned nothing takes over, with every M that was ever met in its queue. What was compiled for
+    the one before is there still."""
     from sglang_moe_autotune import plugin  # noqa: PLC0415 - schedulers only
 
     serving = plugin.serving()
@@ -198,9 +218,22 @@ def forget(_scheduler: Any) -> dict[str, int]:
     _memory["forgot_unix_s"] = time.time()
     install(serving, *fresh_tuner(serving))
     for (shape, m), baseline in list(_memory["added"].items()):
+        serving.tuner.experience(shape)  # its space takes longer to make than a pass may: a server does it at its start
         serving.tuner.add(shape, m, baseline)
     serving.budget.spent_until(0.0)
-    return {"queued": len(serving.tuner.snapshot().queue)}
+    return renew(scheduler)
+
+
+def renew(_scheduler: Any) -> dict[str, int]:
+    """Tuning goes on where the plugin has put a stop to itself: a pause of its watch ends, and the next one is as short
+    as a first one. Requests then meet more passes than in a server that is left alone, not fewer."""
+    from sglang_moe_autotune import pace, plugin  # noqa: PLC0415 - schedulers only
+
+    serving = plugin.serving()
+    watch = serving.watch
+    lifted = watch.pause is not None
+    watch.pause, watch._paused_until_s, watch._pause_s = None, float("-inf"), pace._FIRST_PAUSE_S
+    return {"queued": len(serving.tuner.snapshot().queue), "lifted": int(lifted)}
 
 
 def fresh_tuner(serving: Any) -> tuple[Any, Any]:
@@ -218,6 +251,7 @@ def fresh_tuner(serving: Any) -> tuple[Any, Any]:
 def install(serving: Any, tuner: Any, agenda: Any) -> None:
     """In the place of the tuner that there is, also with the peers, through which each step goes."""
     serving.tuner, serving.agenda = tuner, agenda
+    serving.doubts._tuner = tuner  # it counts the GPU seconds of its checks there
     if (peers := serving.peers) is not None:
         peers.abandon()
         peers._tuner, peers._agenda = tuner, agenda

@@ -22,12 +22,15 @@ GRACE_NS = 60_000_000
 
 
 class StandIn:
-    """A server whose slices take ``slice_s``; ``rude``: it also begins one while a request runs."""
+    """A server whose slices take ``slice_s``, None: it never tunes. ``rude``: it also begins one while a request runs.
+    ``left``: M in the queue."""
 
     started_s, ready_s = 1.0, 0.9
 
-    def __init__(self, port: int, folder: Path, *, slice_s: float, rude: bool = False, learns: bool = True) -> None:
-        self.folder, self.slice_s, self.rude, self.learns = folder, slice_s, rude, learns
+    def __init__(
+        self, port: int, folder: Path, *, slice_s: float | None, rude: bool = False, learns: bool = True, left: int = 99
+    ) -> None:
+        self.folder, self.slice_s, self.rude, self.learns, self.left = folder, slice_s, rude, learns, left
         self.level, self.asked = 2, 0
         self.events: list[tuple[int, int, int, int]] = []
         self.inbox: queue.Queue[tuple[int, int, queue.Queue[bytes | None]]] = queue.Queue()
@@ -50,6 +53,8 @@ class StandIn:
                 at = time.monotonic_ns()
                 owner.events.append((probe.SENT, at, at, number))
                 owner.inbox.put((number, body["sampling_params"]["max_new_tokens"], pieces))
+                at = time.monotonic_ns()
+                owner.events.append((probe.HANDED, at, at, number))
                 self.send_response(200)
                 self.end_headers()
                 while (piece := pieces.get()) is not None:
@@ -69,7 +74,7 @@ class StandIn:
             thread.start()
 
     def told(self) -> dict[str, Any]:
-        return {"switch": ["off", "rows", "on"][self.level], "queue": 99}
+        return {"switch": ["off", "rows", "on"][self.level], "queue": self.left}
 
     def loop(self) -> None:
         rested_ns = 0
@@ -92,6 +97,8 @@ class StandIn:
             rested_ns = time.monotonic_ns() + GRACE_NS
 
     def slice(self) -> None:
+        if self.slice_s is None:
+            return
         begin = time.monotonic_ns()
         time.sleep(self.slice_s)
         self.events.append((probe.SLICE, begin, time.monotonic_ns(), 64))
@@ -112,7 +119,11 @@ class StandIn:
                 path.unlink()
                 self.asked += 1
                 value: Any = {"free": 10 << 30, "total": 100 << 30}
-                if path.stem.startswith("micro"):
+                if path.stem.startswith("passes"):
+                    value = {"passes": sum(e[0] == probe.SLICE for e in self.events), "pauses": 0}
+                elif path.stem.startswith(("forget", "renew")):
+                    value = {"queued": 99, "lifted": 0}
+                elif path.stem.startswith("micro"):
                     value = {
                         "idle_ns": {"nothing left": {"hooked": 700.0, "looking": 6000.0, "stock": 100.0}},
                         "lookup_ns": {"hooked hit": 900.0, "stock on the same M": 1000.0,
@@ -149,7 +160,7 @@ class StandInBench(bench_serving.Bench):
 
     how: dict[str, Any] = {"slice_s": 0.001}  # noqa: RUF012 - replaced whole by each test
 
-    def serve(self, name: str, **environ: str) -> Any:
+    def serve(self, name: str, sizes: Any = (), **environ: str) -> Any:
         self.probe.mkdir(exist_ok=True)
         (self.work / "store").mkdir(exist_ok=True)
         server = StandIn(0, self.probe, **self.how)

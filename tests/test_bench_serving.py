@@ -16,10 +16,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "scripts"))
 import bench_figures as figures
 import bench_serving
 import serving_probe as probe
-from bench_figures import Request, Slices
+from bench_figures import Piece, Request, Slices
 from stand_in_server import StandInBench
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from scheduler_process import SchedulerProcess
 
 MS = 1_000_000
@@ -63,7 +65,7 @@ def test_a_ratio_is_that_of_pairs_so_that_a_drift_cancels() -> None:
 
 def test_a_request_meets_a_slice_from_its_begin_to_its_end() -> None:
     slices = Slices([(300, 400), (100, 200)])
-    met = [at for at in (99, 100, 199, 200, 250, 300, 399, 400) if slices.running_at(at)]
+    met = [at for at in (99, 100, 199, 200, 250, 300, 399, 400) if slices.pass_at(at)]
     assert met == [100, 199, 300, 399]
     assert slices.begun_within(100, 300) == 1
     assert slices.begun_within(0, 1000) == 2
@@ -71,8 +73,26 @@ def test_a_request_meets_a_slice_from_its_begin_to_its_end() -> None:
     assert slices.busy_share(150, 350) == 0.5
 
 
+@pytest.mark.parametrize(
+    ("handed_ns", "received_ns", "met"),
+    [
+        pytest.param(150, 210, True, id="handed in a pass and received after it"),
+        pytest.param(150, 190, False, id="received while the pass was still on: its clock lies"),
+        pytest.param(90, 210, False, id="handed before it: the doorbell might have rung"),
+        pytest.param(200, 310, False, id="handed at its end"),
+        pytest.param(0, 210, False, id="not seen when handed"),
+        pytest.param(150, 0, False, id="not seen when received"),
+    ],
+)
+def test_a_request_has_met_a_pass_that_was_running_when_it_was_handed_over(
+    handed_ns: int, received_ns: int, met: bool
+) -> None:
+    one = Request(1, 0, True, 50, 400, 500, 80, received_ns, handed_ns)
+    assert (Slices([(100, 200), (300, 400)]).met_by(one) is not None) is met
+
+
 def request(number: int, tuning: bool, asked_ms: float, first_ms: float, sent_ms: float, received_ms: float) -> Request:
-    times = [int(t * MS) for t in (asked_ms, first_ms, first_ms + 1, sent_ms, received_ms)]
+    times = [int(t * MS) for t in (asked_ms, first_ms, first_ms + 1, sent_ms, received_ms, sent_ms + 0.05)]
     return Request(number, 0, tuning, *times)
 
 
@@ -88,9 +108,34 @@ def test_added_latency_tells_those_that_met_a_slice_from_the_rest() -> None:
     assert math.isclose(found["ttft"]["added_ms"]["p50"]["value"], 0.0, abs_tol=1e-6)
     assert math.isclose(found["ttft"]["added_ms"]["max"]["value"], 0.5, abs_tol=1e-6)
     assert math.isclose(found["wait_of_those_that_met"]["added_ms"]["p50"]["value"], 0.5, abs_tol=1e-6)
-    checks = {check.name: check.holds for check in figures.latency_checks(found, learned=1)}
+    checks = {check.name: check.holds for check in figures.latency_checks(found, [1, 2])}
     assert all(checks.values())
-    assert not all(check.holds for check in figures.latency_checks(found, learned=0))
+    missed = {c.name for learned in ([0, 0], [3, 0], []) for c in figures.latency_checks(found, learned) if not c.holds}
+    assert missed == {"the run counts: rows learned in it", "rows learned in each turn"}
+    assert [c.name for c in figures.latency_checks(found, [3, 0]) if not c.holds] == ["rows learned in each turn"]
+
+
+def test_requests_and_time_are_told_by_the_length_of_the_pass() -> None:
+    spans = [(0, 10 * MS)]
+    slices = Slices([(0, MS // 2), (2 * MS, 2 * MS + MS // 20), (4 * MS, 7 * MS), (20 * MS, 21 * MS)])
+    waits = [(0.1, 0.5), (4.5, 7.1), (5.0, 7.2), (8.0, 8.1)]
+    on = [request(i, True, at - 0.1, at + 9, at - 0.05, end) for i, (at, end) in enumerate(waits)]
+    rows = [row for row in figures.by_length(on, slices, spans) if row["passes"] or row["met"]]
+    told = [(row["up_to_us"], row["passes"], row["met"], row["share_of_requests"]) for row in rows]
+    assert told == [(100, 1, 0, 0.0), (500, 1, 1, 0.25), (5000, 1, 2, 0.5)]
+    assert [round(row["share_of_time"] or 0, 3) for row in rows] == [0.005, 0.05, 0.3]
+    assert math.isclose(rows[-1]["longest_wait_ms"] or 0, 2.65)
+
+
+def test_a_stretch_counts_tokens_and_not_the_pieces_that_bring_them() -> None:
+    one = [Piece(0, 0), Piece(10 * MS, 1), Piece(12 * MS, 2), Piece(18 * MS, 5), Piece(30 * MS, 6)]
+    found = figures.stretch([one], 9 * MS, 20 * MS)
+    assert found["tokens"] == 5  # the one at 30 ms is outside
+    assert math.isclose(found["tokens_s"], 5 / 0.011)
+    assert math.isclose(found["itl_mean_ms"], 2.0)  # 8 ms for four tokens: the first one is no gap
+    assert math.isclose(figures.stretch([one], 13 * MS, 40 * MS)["itl_mean_ms"], 4.5)
+    with pytest.raises(ValueError, match="needs values"):
+        figures.stretch([one], 100 * MS, 200 * MS)
 
 
 def test_a_slice_that_begins_while_a_request_runs_is_counted() -> None:
@@ -105,6 +150,12 @@ def test_passes_are_told_by_m_with_those_longer_than_a_slice() -> None:
     assert [(m, row["passes"], row["longer_than_a_slice"], row["longer_than_2_ms"]) for m, row in rows.items()] == [
         (0, 1, 0, 0), (64, 2, 1, 0), (2048, 1, 1, 1),
     ]  # fmt: skip
+
+
+def test_steps_are_those_between_results_and_none_where_there_were_no_two() -> None:
+    results = [0, 2 * MS, 4 * MS, 12 * MS, 14 * MS, 16 * MS]
+    assert figures.steps(results, 0, 20 * MS) == {"step_p50_ms": 2.0}
+    assert figures.steps(results, 5 * MS, 13 * MS) == {}
 
 
 # -- the bench ----------------------------------------------------------------------------------------------------
@@ -132,8 +183,9 @@ def test_events_are_read_up_to_the_one_that_is_being_written(text: bytes, events
 
 def run(folder: Path, *more: str, **how: Any) -> tuple[int, dict[str, Any]]:
     StandInBench.how = {"slice_s": 0.001, **how}
-    line = ["--out", str(folder), "--warm-s", "0", "--turns", "2", "--turn-s", "3", "--rate", "4",
-            "--steady-s", "0.4", "--streams", "2", "--keep", str(folder / "kept"), *more]  # fmt: skip
+    line = ["--out", str(folder), "--warm-s", "0.1", "--turns", "2", "--turn-s", "3", "--rate", "4",
+            "--steady-s", "0.4", "--steady-turns", "2", "--streams", "2",
+            "--keep", str(folder / "kept"), *more]  # fmt: skip
     code = bench_serving.main(line, make=StandInBench)
     return code, json.loads((folder / "serving.json").read_text())
 
@@ -148,6 +200,10 @@ def test_a_run_on_a_stand_in_measures_its_slices(tmp_path: Path, capsys: pytest.
     assert ttft["requests"]["on"] == ttft["requests"]["off"] > 10
     assert checks["the run counts: requests that met a slice"]
     assert checks["the run counts: rows learned in it"]
+    assert checks["rows learned in each turn"]
+    assert [row["first_pass_s"] is not None for row in ttft["turns"]] == [True, True]
+    assert all(row["share_met"] > 0.2 and row["faster"] > 0 for row in ttft["turns"])
+    assert sum(row["met"] for row in ttft["by_length_of_the_pass"]) == ttft["met_a_slice"]
     assert ttft["wait_of_those_that_met"]["added_ms"]["p50"]["value"] > 0
     assert found["memory"]["before"]["free"] == 10 << 30
     assert checks["lookup, hit against stock"]
@@ -169,7 +225,37 @@ def test_steady_load_is_compared_turn_by_turn(tmp_path: Path) -> None:
     assert len(steady["on"]) == len(steady["off"]) == 2
     assert abs(steady["throughput"]["value"]) < 0.5
     assert steady["throughput"]["low"] <= steady["throughput"]["value"] <= steady["throughput"]["high"]
-    assert all(turn["pieces"] > 10 for turn in steady["on"])
+    assert all(turn["tokens"] > 10 for turn in steady["on"])
+    assert held(found)["passes of tuning under steady load"]
+
+
+def test_passes_of_tuning_under_steady_load_are_found_out(tmp_path: Path) -> None:
+    _, found = run(tmp_path, "--part", "steady", rude=True)
+    assert not held(found)["passes of tuning under steady load"]
+
+
+def test_a_turn_begins_with_a_tuner_that_forgot_where_little_is_left(tmp_path: Path) -> None:
+    _, found = run(tmp_path / "much", "--part", "ttft", "--turn-s", "1", left=99)
+    assert [row["forgot"] for row in found["ttft"]["turns"]] == [False, False]
+    _, found = run(tmp_path / "little", "--part", "ttft", "--turn-s", "1", left=3)
+    assert [row["forgot"] for row in found["ttft"]["turns"]] == [True, True]
+
+
+def test_a_turn_without_a_pass_of_tuning_says_so_and_the_run_does_not_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bench_serving, "FIRST_PASS_S", 0.3)
+    code, found = run(tmp_path, "--part", "ttft", "--turn-s", "1", slice_s=None)
+    assert code == 1
+    assert [row["first_pass_s"] for row in found["ttft"]["turns"]] == [None, None]
+    assert not held(found)["the run counts: requests that met a slice"]
+
+
+def test_turns_that_do_not_fit_are_left_out(tmp_path: Path) -> None:
+    """Five at least are begun; what is left of the time decides of more."""
+    _, found = run(tmp_path, "--part", "ttft", "--turns", "9", "--turn-s", "0.5", "--rate", "20", "--budget-s", "42")
+    assert 5 <= len(found["ttft"]["turns"]) < 9
+    assert not found["faults"]
 
 
 def test_a_probe_that_reports_a_fault_ends_the_run_with_its_word(
@@ -179,17 +265,17 @@ def test_a_probe_that_reports_a_fault_ends_the_run_with_its_word(
     monkeypatch.setattr(probe, "_answer", lambda path, _: answer(path, {"error": "KeyError: planted"}))
     code, found = run(tmp_path, "--part", "steady")
     assert code == 1
-    assert "could not do memory-before: KeyError: planted" in found["faults"]["one server"]
+    assert "could not do memory: KeyError: planted" in found["faults"]["one server"]
 
 
 def test_a_part_that_fails_does_not_take_the_others_along(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     answer = probe._answer
 
     def planted(path: Path, value: Any) -> None:
-        answer(path, {"error": "KeyError: planted"} if path.name.startswith("forget") else value)
+        answer(path, {"error": "KeyError: planted"} if path.name.startswith("renew") else value)
 
     monkeypatch.setattr(probe, "_answer", planted)
-    code, found = run(tmp_path, "--part", "ttft", "--part", "steady")
+    code, found = run(tmp_path, "--part", "ttft", "--part", "steady", "--warm-s", "0")
     assert code == 1
     assert list(found["faults"]) == ["ttft"]
     assert len(found["steady"]["on"]) == 2
@@ -252,6 +338,7 @@ def timed_hooks() -> dict[str, object]:
     made = replayed_serving(deferred=None)
     base = made.tuner
     kwargs = {"clock": base._clock, "space": base._space}
+    observe = serving.watch.observe
     serving.watch.observe = lambda *_: None  # a recording is slower than a GPU, and would make tuning pause
     serving.tuner = tuner.Tuner(base._provider, base._sink, base._prior, base.options, **kwargs)
     for (shape, m), entry in base._agenda.entries.items():
@@ -294,8 +381,13 @@ def timed_hooks() -> dict[str, object]:
     fresh = serving.tuner
     stub.maybe_sleep_on_idle()
     stepped_on = peers.stepped[-1] is fresh and fresh._agenda is peers._agenda
+    for _ in range(2):  # as two passes that were far too long
+        observe(1e6, 1.0, 0.0)
+    lifted = [serving_probe.renew(stub)["lifted"] for _ in range(2)]
+    counts = serving_probe.passes()
     serving.tuner = serving.peers = None
     return {
+        "lifted": lifted, **counts,
         "slices": len(slices), "in_order": all(b <= e for _, b, e, _ in slices), "micro": found,
         "switch": serving.switch.level, "left": len(left), "forgotten": forgotten["queued"], "stepped_on": stepped_on,
         "M": SMALL.slug,
@@ -313,6 +405,68 @@ def test_the_probe_sees_slices_and_times_the_hooks_in_a_scheduler(scheduler: Sch
     assert told["forgotten"] == 3 >= told["left"]
     assert told["switch"] == "on"
     assert told["stepped_on"]
+    assert told["lifted"] == [1, 0]
+    assert told["pauses"] == 1
+    assert told["passes"] >= told["slices"]
     for cost in told["micro"]["idle_ns"].values():
         assert 0 < cost["stock"] < cost["hooked"] < cost["looking"]
     assert all(value > 0 for value in told["micro"]["lookup_ns"].values())
+
+
+def forgotten() -> dict[str, object]:
+    """A whole plugin with its store, its leases and its peers, which learns from a recording; then it forgets."""
+    import time  # noqa: PLC0415 - this runs in the other process
+
+    import demo_cpu  # noqa: PLC0415
+    import serving_probe  # noqa: PLC0415
+
+    from sglang_moe_autotune import landscape, plugin  # noqa: PLC0415
+
+    recorded = landscape.load(demo_cpu.LANDSCAPE)
+    module, server_args = demo_cpu.lookup_module(recorded.device_name)
+    serving = plugin.serving()
+    serving_probe._watch_plugin()
+    serving.start(demo_cpu.device_of(recorded, 2.0, 0))
+    scheduler = demo_cpu.IdleScheduler(server_args)
+    for m in recorded.ms:
+        demo_cpu.ask(module, recorded.shape, m)
+
+    def learn(count: int) -> list[int]:
+        """The M of so many records."""
+        events, end = serving_probe._events, time.monotonic() + 60
+        events.clear()
+        learned: list[int] = []
+        while len(learned) < count and time.monotonic() < end:
+            scheduler.maybe_sleep_on_idle()
+            if serving.state in {"idle", "waiting"}:
+                time.sleep(0.001)
+            while events:
+                kind, _, m, _ = events.popleft()
+                if kind == serving_probe.LEARNED:
+                    learned.append(m)
+        return learned
+
+    time.sleep(0.1)  # a grace
+    first = learn(3)
+    kept = serving.store.flush(10.0), len(serving.store.contents.records)
+    told = serving_probe.forget(scheduler)
+    again = learn(3)
+    serving.let_go()
+    return {
+        "ms": list(recorded.ms), "first": first, "kept": kept, "queued": told["queued"], "again": again,
+    }  # fmt: skip
+
+
+@pytest.mark.sglang
+def test_what_was_forgotten_is_learned_again_beside_its_records_in_the_store(
+    start_scheduler: Callable[..., SchedulerProcess],
+) -> None:
+    process = start_scheduler()  # of its own: the plugin of the other one has had parts replaced
+    process.run_source(
+        f"def path():\n    import sys\n    sys.path.insert(0, {str(Path(bench_serving.__file__).parent)!r})\n", "path"
+    )
+    told = process.run(forgotten)
+    assert told["kept"] == [True, len(set(told["first"]))]
+    assert told["queued"] == len(told["ms"])
+    assert len(told["again"]) == 3
+    assert set(told["again"]) & set(told["first"])
