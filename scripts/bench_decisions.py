@@ -58,7 +58,7 @@ def decide(landscape: Landscape, M: int, seed: int, noise_percent: float, model:
     bench = ReplayBench(provider, M, ConfigPair(BASELINE, BASELINE))
     outcomes = []
     for _ in range(2):
-        test = PairedTest(0.01, per_sample=bench.per_sample)
+        test = PairedTest(0.01, sampling=bench.sampling)
         while test.outcome == "undecided":
             for gemm, count in zip(GEMMS, test.wanted, strict=True):
                 if count:

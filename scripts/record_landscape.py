@@ -217,8 +217,8 @@ def asked(bench: Bench, gemm: Gemm, config: KernelConfig) -> Readiness:
 def measure(bench: Bench, gemm: Gemm, config: KernelConfig, launches: int) -> list[Sample]:
     """Samples of at least so many launches that are ready; one where they are hopelessly slow, none where they fail."""
     samples: list[Sample] = []
-    count = math.ceil(launches / bench.per_sample)
-    for _ in range(MAX_DIRTY + count * bench.per_sample):
+    count = math.ceil(launches / bench.sampling.per_sample)
+    for _ in range(MAX_DIRTY + count * bench.sampling.per_sample):
         known = bool(samples)
         samples += bench.measure(gemm, config, count - len(samples))
         hopeless = not known and len(samples) == 1 and samples[0].candidate_us > 3 * samples[0].baseline_us

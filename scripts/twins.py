@@ -72,7 +72,7 @@ class Twins:
             place["baseline_us"] = [min(seen), max(seen)]  # how far the clocks drifted
 
     def _test(self, bench: Bench, twin: ConfigPair) -> Generator[Progress, None, PairedTest]:
-        test, dirty = PairedTest(self._options.min_gain, self._options.error_rate, per_sample=bench.per_sample), 0
+        test, dirty = PairedTest(self._options.min_gain, self._options.error_rate, sampling=bench.sampling), 0
         while test.outcome == "undecided":
             for gemm, count in zip(GEMMS, test.wanted, strict=True):
                 if count:

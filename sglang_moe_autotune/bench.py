@@ -6,6 +6,7 @@ import math
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple, Protocol
 
 if TYPE_CHECKING:
+    from sglang_moe_autotune.routings import Sampling
     from sglang_moe_autotune.shapes import ConfigPair, Gemm, KernelConfig, MoeShape
 
 COMPARE_CASES: Final = 5
@@ -86,8 +87,8 @@ class Bench(Protocol):
         or did not complete a sample. The config must be ready."""
 
     @property
-    def per_sample(self) -> int:
-        """Launches of each side in a sample; see ``routings``."""
+    def sampling(self) -> Sampling:
+        """How samples are put together; see ``routings``."""
 
     def compare(self, pair: ConfigPair, case: int) -> Comparison | None:
         """One step of comparing the outputs in routing case 0, 1, ... ``compare_cases`` - 1, of each GEMM whose

@@ -12,7 +12,7 @@ from sglang_moe_autotune.bench import ALONE, DIRTY, Bench, Comparison, Declined,
 from sglang_moe_autotune.kernels import Kernels
 from sglang_moe_autotune.launches import NO_MEMORY, REFUSALS, Candidate, Launches
 from sglang_moe_autotune.quarantine import Quarantine
-from sglang_moe_autotune.routings import HOPELESS, Round, per_sample
+from sglang_moe_autotune.routings import HOPELESS, Round, sampling
 from sglang_moe_autotune.scratch import Align, Scratch, scratch_bytes
 from sglang_moe_autotune.search_space import AXES
 from sglang_moe_autotune.shapes import GEMMS, ConfigPair, Gemm, KernelConfig, MoeShape
@@ -109,7 +109,7 @@ class DeviceBench:
         self._scratch: Scratch | None = None
         self._held: Launches | None = None
         self._expected_us: dict[tuple[Gemm, KernelConfig], float] = {}
-        self.per_sample = per_sample(shape, M)
+        self.sampling = sampling(shape, M)
         self._rounds: dict[tuple[Gemm, KernelConfig], Round] = {}
         self._comparing: tuple[ConfigPair, int, Iterator[Comparison | None]] | None = None
         self._due: tuple[Gemm, KernelConfig] | None = None
@@ -162,7 +162,7 @@ class DeviceBench:
             sides = self._launches.side(gemm, config), self._launches.side(gemm, incumbent)
             if first and not journal.begin(self._first(gemm, config)):
                 return []
-            turns = self._rounds.setdefault((gemm, config), Round(self.per_sample))
+            turns = self._rounds.setdefault((gemm, config), Round(self.sampling.per_sample))
             pairs = turns.pairs(count, inner_launches(expected))
             timed = self._provider.timer.time(
                 *sides, self._launches.rotation, expected, pairs, self._provider.slice_us, turns.launched

@@ -1,9 +1,9 @@
 """The decision: a sequential paired test of a pair against the baseline, with a stated error rate.
 
-Each sample is the ratio of (up + down) candidate to (up + down) baseline, measured in turn, so that a drift of
-the clocks that both feel cancels. The test asks for the median ratio and bounds it by order statistics: exact
-whatever the shape of the noise, as long as samples are independent. It looks at a few fixed counts and
-spends its error rate in equal parts over them. ``faster`` needs a lower bound of the gain above zero and an
+Each round of samples gives the ratio of (up + down) candidate to (up + down) baseline, measured in turn, so that a
+drift of the clocks that both feel cancels, and with the same routings. The test asks for the median ratio and bounds it
+by order statistics: exact whatever the shape of the noise, as long as rounds are independent. It looks at a few fixed
+counts and spends its error rate in equal parts over them. ``faster`` needs a lower bound of the gain above zero and an
 estimate of at least the minimum gain; everything else is a ``tie``, and a tie keeps the incumbent.
 """
 
@@ -11,20 +11,22 @@ from __future__ import annotations
 
 import math
 from functools import lru_cache
-from statistics import median
+from statistics import fmean, median
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple
+
+from sglang_moe_autotune.bench import Sample
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from sglang_moe_autotune.bench import Sample
+    from sglang_moe_autotune.routings import Sampling
 
 Outcome = Literal["undecided", "faster", "tie"]
 
 LOOKS: Final = (12, 24, 48, 96, 192)
-"""Counts of samples at which the test may end."""
+"""Counts of rounds at which the test may end."""
 MOST_LAUNCHES: Final = 384
-"""of each side; where a sample holds many, the later looks are left out"""
+"""of each side; where a round holds many, the later looks are left out"""
 
 _HOPE: Final = 0.75
 """how far above its estimate a gain may lie, in units of the distance to its lower bound"""
@@ -42,12 +44,14 @@ class PairedTest:
     """Feed it samples of both GEMMs; read ``outcome``. For a confirmation start a second one from nothing."""
 
     def __init__(
-        self, min_gain: float, error_rate: float = 0.005, floor: float = 0.0, *, per_sample: int = 1
+        self, min_gain: float, error_rate: float = 0.005, floor: float = 0.0, *, sampling: Sampling | None = None
     ) -> None:
         """min_gain, error_rate, floor: fractions; the rate is of saying ``faster`` of a pair whose gain is below the
-        floor. A floor below zero, and a least gain below zero, allow a loss. per_sample: launches of a side in one."""
+        floor. A floor below zero, and a least gain below zero, allow a loss. sampling: of the bench that makes the
+        samples; those of a round count as one."""
         self._min_gain, self._floor = min_gain, floor
-        self._looks = looks(per_sample)
+        per_sample, self._per_round = sampling or (1, 1)
+        self._looks = looks(per_sample * self._per_round)
         self._error_per_look = error_rate / len(self._looks)
         self._up: list[Sample] = []
         self._down: list[Sample] = []
@@ -57,16 +61,21 @@ class PairedTest:
 
     @property
     def samples(self) -> int:
-        """Pairs of up and down so far."""
-        return min(len(self._up), len(self._down))
+        """Rounds of up and down so far."""
+        return min(len(self._up), len(self._down)) // self._per_round
 
     @property
     def wanted(self) -> tuple[int, int]:
         """How many more samples of (up, down) the next look needs; (0, 0) when it has decided."""
         if self.outcome != "undecided":
             return 0, 0
-        goal = self._looks[self._looked]
+        goal = self._looks[self._looked] * self._per_round
         return max(0, goal - len(self._up)), max(0, goal - len(self._down))
+
+    @property
+    def most(self) -> int:
+        """Samples of either GEMM at the last look."""
+        return self._looks[-1] * self._per_round
 
     @property
     def baseline_us(self) -> float:
@@ -103,12 +112,19 @@ class PairedTest:
         return gain + _HOPE * (gain - low) < needed
 
     def _both(self) -> list[tuple[Sample, Sample]]:
-        return list(zip(self._up, self._down, strict=False))
+        return list(zip(self._rounds(self._up), self._rounds(self._down), strict=False))
+
+    def _rounds(self, samples: list[Sample]) -> Iterable[Sample]:
+        """The means of whole rounds."""
+        size = self._per_round
+        for begin in range(0, len(samples) - size + 1, size):
+            candidate_us, baseline_us = map(fmean, zip(*samples[begin : begin + size], strict=True))
+            yield Sample(candidate_us, baseline_us)
 
 
-def looks(per_sample: int) -> tuple[int, ...]:
-    """Counts of samples, each of so many launches of a side, at which a test may end."""
-    return tuple(count for count in LOOKS if count * per_sample <= MOST_LAUNCHES or count == LOOKS[0])
+def looks(launches: int) -> tuple[int, ...]:
+    """Counts of rounds, each of so many launches of a side, at which a test may end."""
+    return tuple(count for count in LOOKS if count * launches <= MOST_LAUNCHES or count == LOOKS[0])
 
 
 @lru_cache

@@ -45,7 +45,7 @@ def inspect(bench: Bench, record: Record) -> Generator[Progress, None, Finding]:
     above zero by the test's error rate; how large it was found before does not count. Raises Declined."""
     while not bench.prepare():
         yield "worked"
-    test = PairedTest(0.0, _ERROR_RATE, per_sample=bench.per_sample)
+    test = PairedTest(0.0, _ERROR_RATE, sampling=bench.sampling)
     for gemm in GEMMS:
         while (state := bench.readiness(gemm, record.pair.of(gemm))) == "waiting":
             yield "waiting"

@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 import msgspec
 
 from sglang_moe_autotune.bench import DIRTY, Declined, Sample
-from sglang_moe_autotune.decision import LOOKS, Estimate, PairedTest
+from sglang_moe_autotune.decision import Estimate, PairedTest
 from sglang_moe_autotune.outcome import NO_GAIN, Outcome
 from sglang_moe_autotune.patience import Patience
+from sglang_moe_autotune.routings import Sampling
 from sglang_moe_autotune.search import Search, SearchOptions
 from sglang_moe_autotune.search_space import same_launches
 from sglang_moe_autotune.shapes import GEMMS, ConfigPair, KernelConfig, MoeShape
@@ -207,7 +208,7 @@ class Job:
         if not (yield from self._await(pair)):
             self.refused[pair] = "its binaries did not get ready"
             return False
-        first = yield from self._test(pair, search)
+        first = yield from self._test(pair, search, Sampling(self._bench.sampling.per_sample))
         if first.outcome != "faster":
             self._note_tie(first, measured)
             return True
@@ -216,7 +217,7 @@ class Job:
         if not all(comparison.ok for comparison in compared):
             return False
         self.phase = "confirming"
-        second = yield from self._test(pair, search)
+        second = yield from self._test(pair, search, self._bench.sampling)
         if second.outcome != "faster":
             self._note_tie(second, measured)
             return True
@@ -266,11 +267,12 @@ class Job:
             yield "worked"
         return ready
 
-    def _test(self, pair: ConfigPair, search: Search) -> Generator[Progress, None, PairedTest]:
-        """A paired test from nothing."""
-        test = PairedTest(
-            self._options.min_gain, self._options.error_rate, self._options.floor, per_sample=self._bench.per_sample
-        )
+    def _test(
+        self, pair: ConfigPair, search: Search, sampling: Sampling
+    ) -> Generator[Progress, None, PairedTest]:
+        """A paired test from nothing. The first one of a pair may go by single samples, which take less time: what
+        they favour by chance, or for one kind of routing, the second one sees."""
+        test = PairedTest(self._options.min_gain, self._options.error_rate, self._options.floor, sampling=sampling)
         yield from self._feed(test, pair, search)
         return test
 
@@ -286,7 +288,7 @@ class Job:
             return None
         gain, low, _ = step.estimate
         needed = 1 - (1 - self._options.own_gain) / (1 - gain)
-        test = PairedTest(needed, self._options.error_rate, 1 - 1 / (1 - low), per_sample=self._bench.per_sample)
+        test = PairedTest(needed, self._options.error_rate, 1 - 1 / (1 - low), sampling=self._bench.sampling)
         yield from self._feed(test, self._own, search, turned=True)
         if test.outcome != "faster":
             self.outcome = Outcome(self._own, NO_GAIN, test.baseline_us, test.samples, search.measured)
@@ -300,7 +302,7 @@ class Job:
         baseline against the pair. Raises Declined."""
         for gemm in GEMMS:
             if gemm not in pair.unlike(self.baseline) and (us := search.reference_us(gemm)):
-                test.add(**{gemm: [Sample(us, us)] * LOOKS[-1]})
+                test.add(**{gemm: [Sample(us, us)] * test.most})
         dirty = 0
         while test.outcome == "undecided" and dirty < _DIRTY_LIMIT:
             for gemm, count in zip(GEMMS, test.wanted, strict=True):

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from sglang_moe_autotune.bench import BenchmarkProvider, Comparison, Readiness, Sample, Share
+    from sglang_moe_autotune.routings import Sampling
     from sglang_moe_autotune.shapes import ConfigPair, Gemm, KernelConfig, MoeShape
 
 _T = TypeVar("_T")
@@ -99,8 +100,8 @@ class MarkedBench:
         return self._fenced(lambda: self._bench.compare(pair, case))
 
     @property
-    def per_sample(self) -> int:
-        return self._bench.per_sample
+    def sampling(self) -> Sampling:
+        return self._bench.sampling
 
     @property
     def compare_cases(self) -> int:

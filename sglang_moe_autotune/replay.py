@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final
 
 from sglang_moe_autotune import noise
 from sglang_moe_autotune.bench import ALONE, COMPARE_CASES, Bench, Comparison, Readiness, Sample
-from sglang_moe_autotune.routings import Round, per_sample
+from sglang_moe_autotune.routings import Round, sampling
 from sglang_moe_autotune.shapes import GEMMS, ConfigPair, Gemm, KernelConfig, MoeShape
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ class ReplayBench:
         self._provider, self._M, self._baseline = provider, M, baseline
         self._share = provider.share
         self._loaded: set[tuple[Gemm, KernelConfig]] = set()
-        self.per_sample = per_sample(provider.landscape.shape, M)
+        self.sampling = sampling(provider.landscape.shape, M)
         self._rounds: dict[tuple[Gemm, KernelConfig], Round] = {}
         self._spent_us = 0.0
 
@@ -116,7 +116,7 @@ class ReplayBench:
             self._loaded.add((gemm, config))
             self._spend(ours_us)
             return []
-        turns = self._rounds.setdefault((gemm, config), Round(self.per_sample))
+        turns = self._rounds.setdefault((gemm, config), Round(self.sampling.per_sample))
         fitting = max(1, min(turns.pairs(count), int(SLICE_US / (ours_us + theirs_us))))
         times = self._provider.noise.slice(ours_us, theirs_us, fitting)
         self._spend(sum(map(sum, times)))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from sglang_moe_autotune.bench import Sample
 
@@ -28,18 +28,28 @@ def timed(shape: MoeShape, M: int) -> tuple[str, ...]:  # noqa: N803
     return MANY if _is_sparse(shape, M) else FEW
 
 
-def per_sample(shape: MoeShape, M: int) -> int:  # noqa: N803
-    """Launches of each side that make one sample.
+def sampling(shape: MoeShape, M: int) -> Sampling:  # noqa: N803
+    """How the launches of this M are put together.
 
     Where tokens are few, the experts that have any are another number with each routing, and with it the number of
     tiles: on an H200 one config took 75 us with one routing and 110 with another, and two configs changed places. A
-    sample then holds a launch with each. Where every expert has tokens, one launch says as much as another.
+    sample then holds a launch with each. Where every expert has tokens, one launch says nearly as much as another, and
+    a race is run with single ones; what is decided and stored is the mean over all routings there too.
     """
-    return len(MANY) if _is_sparse(shape, M) else 1
+    return Sampling(len(MANY), 1) if _is_sparse(shape, M) else Sampling(1, len(FEW))
 
 
 def _is_sparse(shape: MoeShape, M: int) -> bool:  # noqa: N803
     return M * shape.top_k < _SPARSE * shape.E
+
+
+class Sampling(NamedTuple):
+    """How the launches of an M are put together."""
+
+    per_sample: int = 1
+    """launches of each side in a sample"""
+    per_round: int = 1
+    """samples of a trial in a row that meet each routing once"""
 
 
 class Round:

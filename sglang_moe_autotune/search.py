@@ -21,7 +21,7 @@ from sglang_moe_autotune.experience import Experience, Trial
 from sglang_moe_autotune.lags import OTHER, SHARE, lags, least_by_tile
 from sglang_moe_autotune.lags import best as best_of
 from sglang_moe_autotune.measurement import Measurement
-from sglang_moe_autotune.routings import per_sample
+from sglang_moe_autotune.routings import sampling
 from sglang_moe_autotune.search_space import AXES, filled, neighbours
 from sglang_moe_autotune.shapes import GEMMS, ConfigPair, Gemm, KernelConfig, MoeShape
 
@@ -105,7 +105,7 @@ class Search:
         self._share: dict[Gemm, float] = dict(SHARE)
         self._race: dict[Trial, None] = {}
         self._target = 0
-        self._per_sample = per_sample(shape, M)
+        self._per_sample = sampling(shape, M).per_sample
         self._promise: dict[KernelConfig, int] = {}
         self._allowance, self._quick, self._only = allowance, quick, only
         self._left = max(0, self.options.compiled_per_shape - len(experience.ordered))

@@ -28,6 +28,7 @@ from sglang_moe_autotune.bench import Declined, Sample
 from sglang_moe_autotune.errand import shape_of_fields
 from sglang_moe_autotune.records import Evidence, Record
 from sglang_moe_autotune.replay import ReplayProvider
+from sglang_moe_autotune.routings import Sampling
 from sglang_moe_autotune.shapes import ConfigPair
 from sglang_moe_autotune.tried import Tried
 
@@ -135,7 +136,7 @@ class Bench:
 
     def __init__(self, bias: float = 1.0) -> None:
         self.bias, self.rng, self.closed = bias, random.Random(3), False  # noqa: S311 - noise
-        self.per_sample = 1
+        self.sampling = Sampling()
 
     def prepare(self) -> bool:
         return True

@@ -132,7 +132,7 @@ def test_replay_statuses_and_account() -> None:
     assert set(provider.compiled) == {b, wide}
     assert bench.measure("up", b, 3) == []  # the slice that loads
     assert bench.measure("up", b, 3) == [(8.0, 12.0)] * 3
-    assert bench.per_sample == 8
+    assert bench.sampling == (8, 1)
     assert bench.gpu_s == pytest.approx((8 + 3 * 8 * 20) * 1e-6) == provider.gpu_s
 
 

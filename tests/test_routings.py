@@ -15,7 +15,7 @@ from sglang_moe_autotune import landscape
 from sglang_moe_autotune.bench import Sample
 from sglang_moe_autotune.decision import LOOKS, MOST_LAUNCHES, PairedTest, looks
 from sglang_moe_autotune.replay import ReplayProvider
-from sglang_moe_autotune.routings import FEW, HOPELESS, MANY, Round, per_sample, timed
+from sglang_moe_autotune.routings import FEW, HOPELESS, MANY, Round, Sampling, sampling, timed
 
 LANDSCAPE = synthetic.landscape(ms=(3, 12, 24, 512), ruggedness=0.02)
 SHAPE = synthetic.bf16_shape(E=256, top_k=8)
@@ -24,7 +24,7 @@ SHAPE = synthetic.bf16_shape(E=256, top_k=8)
 @pytest.mark.parametrize(("M", "many"), [(1, True), (16, True), (127, True), (128, False), (4096, False)])
 def test_where_some_experts_have_no_token_a_sample_holds_a_launch_with_each_routing(M: int, many: bool) -> None:  # noqa: N803
     assert timed(SHAPE, M) == (MANY if many else FEW)
-    assert per_sample(SHAPE, M) == (len(MANY) if many else 1)
+    assert sampling(SHAPE, M) == ((len(MANY), 1) if many else (1, len(FEW)))
 
 
 def test_more_routings_have_the_same_share_of_skewed_ones() -> None:
@@ -63,7 +63,7 @@ def test_a_test_of_large_samples_ends_after_as_many_launches() -> None:
     assert looks(1) == LOOKS
     assert [count for count in LOOKS if count * 8 <= MOST_LAUNCHES] == list(looks(8))
     assert looks(1000) == LOOKS[:1]
-    test, fed = PairedTest(0.01, per_sample=8), 0
+    test, fed = PairedTest(0.01, sampling=Sampling(8)), 0
     while test.outcome == "undecided":
         up, down = test.wanted
         rng = random.Random(fed)  # noqa: S311 - no secrets
@@ -80,7 +80,7 @@ def test_two_configs_that_change_places_with_the_routing_are_told_apart() -> Non
     rng = random.Random(1)  # noqa: S311 - no secrets
     widths = {}
     for size in (1, 8):
-        turns, test = Round(size), PairedTest(0.01, per_sample=size)
+        turns, test = Round(size), PairedTest(0.01, sampling=Sampling(size))
         while test.outcome == "undecided":
             places = [(turns.launched + n) % 8 for n in range(turns.pairs(max(test.wanted)))]
             times = [Sample(fast[p] * rng.gauss(1, 0.01), own[p] * rng.gauss(1, 0.01)) for p in places]
@@ -90,6 +90,26 @@ def test_two_configs_that_change_places_with_the_routing_are_told_apart() -> Non
     assert test.outcome == "faster"
     assert test.estimate.gain == pytest.approx(1 - sum(fast) / sum(own), abs=0.01)
     assert widths[8] < 0.2 * widths[1]
+
+
+def test_what_is_faster_with_even_loads_and_much_slower_with_skewed_ones_is_not_taken_for_faster() -> None:
+    ratios = [1.35 if name.startswith("skewed") else 0.95 for name in FEW]
+    rng = random.Random(2)  # noqa: S311 - no secrets
+    outcomes = {}
+    for sampled in (Sampling(1), Sampling(1, len(FEW))):
+        test, launched = PairedTest(0.01, sampling=sampled), 0
+        while test.outcome == "undecided":
+            count = max(test.wanted)
+            samples = [
+                Sample(100 * ratios[(launched + n) % 4] * rng.gauss(1, 0.005), 100 * rng.gauss(1, 0.005))
+                for n in range(count)
+            ]
+            launched += count
+            test.add(up=samples, down=samples)
+        outcomes[sampled] = test.outcome
+    assert outcomes[Sampling(1, len(FEW))] == "tie"
+    assert test.estimate.gain == pytest.approx(-0.05, abs=0.01)
+    assert outcomes[Sampling(1)] == "faster", "by single launches it seems so: the median never sees one in four"
 
 
 def test_a_recording_is_read_as_a_device_would_be() -> None:
@@ -109,13 +129,13 @@ def test_a_recording_is_read_as_a_device_would_be() -> None:
             samples += bench.measure("up", config, 200 - len(samples))
         spent_us = (bench.gpu_s - begun_s) * 1e6
         launches = spent_us / 200 / sum(LANDSCAPE.latency_us(M, "up", c) or 0.0 for c in (config, baseline.up))
-        assert launches == pytest.approx(per_sample(LANDSCAPE.shape, M), rel=0.02)
+        assert launches == pytest.approx(sampling(LANDSCAPE.shape, M).per_sample, rel=0.02)
         spread = statistics.stdev(math.log(a / b) for a, b in samples)
-        assert spread == pytest.approx(0.02 * math.sqrt(2 / per_sample(LANDSCAPE.shape, M)), rel=0.25)
+        assert spread == pytest.approx(0.02 * math.sqrt(2 / sampling(LANDSCAPE.shape, M).per_sample), rel=0.25)
         pairs[M] = launches
     assert len({round(n) for n in pairs.values()}) == 2, pairs
 
 
 def test_shipped_recordings_have_both_kinds() -> None:
-    sizes = {per_sample(known.shape, M) for known in map(landscape.load, landscape.shipped()) for M in known.ms}
-    assert sizes == {1, 8}
+    sizes = {sampling(known.shape, M) for known in map(landscape.load, landscape.shipped()) for M in known.ms}
+    assert sizes == {(1, 4), (8, 1)}
