@@ -13,9 +13,10 @@ import time
 from typing import TYPE_CHECKING, NamedTuple
 
 from sglang_moe_autotune import lock_file, whole_file
+from sglang_moe_autotune.breath import no_breath
 from sglang_moe_autotune.document import Unreadable, decode, encode
 from sglang_moe_autotune.errors import StoreError
-from sglang_moe_autotune.records import Contents, Record, beyond, lifted, merge, no_breath
+from sglang_moe_autotune.records import Contents, Record, beyond, lifted, merge
 from sglang_moe_autotune.spares import Spares
 from sglang_moe_autotune.validity import problem
 
@@ -82,13 +83,13 @@ class RecordFile:
                     shared = Unreadable("broken", "it holds records of another environment")
                 if isinstance(shared, _Shared):
                     merged = merge(self.spares.read(shared.contents), ours, self._breathe)
-                    merged = merge(merged, lifted(merged, fresh))
+                    merged = merge(merged, lifted(merged, fresh), self._breathe)
                     self._write(shared, merged)
                     return Update(merged, tuple(aside))
                 if shared.state == "newer":
                     return Update(ours, tuple(aside), shared.reason)
                 moved = self._set_aside(ours.environment)
-                ours = merge(ours, moved) if isinstance(moved, Contents) else ours
+                ours = merge(ours, moved, self._breathe) if isinstance(moved, Contents) else ours
                 aside += [moved] if isinstance(moved, str) else []
         raise OSError(errno.EBUSY, "it is broken again and again", str(self.path))
 
@@ -135,9 +136,9 @@ class RecordFile:
     def _write(self, shared: _Shared, merged: Contents) -> None:
         """Bring the shared file from what it held to ``merged``; the news among it into our spare first."""
         text = encode(merged, self._breathe)
-        if text == (encode(shared.contents) if shared.text is None else shared.text):
+        if text == (encode(shared.contents, self._breathe) if shared.text is None else shared.text):
             return
-        if (news := beyond(merged, shared.contents)) is not None:
+        if (news := beyond(merged, shared.contents, self._breathe)) is not None:
             self.spares.add(news)
         whole_file.replace(self.path, text)
         self._last = (text, merged)

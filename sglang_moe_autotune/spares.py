@@ -17,8 +17,9 @@ import time
 from typing import TYPE_CHECKING
 
 from sglang_moe_autotune import whole_file
+from sglang_moe_autotune.breath import no_breath
 from sglang_moe_autotune.document import decode, encode
-from sglang_moe_autotune.records import Contents, merge, no_breath
+from sglang_moe_autotune.records import Contents, merge
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -74,13 +75,13 @@ class Spares:
         pid = os.getpid()  # a fork must not write into its parent's spare
         if self._own is None or now_s - self._since_s > _OPEN_S or not self._name.startswith(f"{pid}-"):
             self._name, self._own, self._since_s = f"{pid}-{secrets.token_hex(8)}.json", None, now_s
-        own = news if self._own is None else merge(self._own, news)
+        own = news if self._own is None else merge(self._own, news, self._breathe)
         self.folder.mkdir(exist_ok=True)
         self._check_folder()
         status = whole_file.replace(self.folder / self._name, encode(own, self._breathe))
         self._own = own
         self._known[self._name] = _identity(status)
-        self._together = own if self._together is None else merge(self._together, news)
+        self._together = own if self._together is None else merge(self._together, news, self._breathe)
 
     def sweep(self) -> None:
         """Remove what is an hour older than this writer's spare, by the file system's own clock. To be called
