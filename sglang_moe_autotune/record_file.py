@@ -74,9 +74,11 @@ class RecordFile:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         aside: list[str] = []
         with lock_file.hold(self._lock, LOCK_S):
+            self._breathe()
             self._sweep()
             for _ in range(_ATTEMPTS):
                 shared = self._read()
+                self._breathe()
                 if shared is None:
                     shared = _Shared(None, Contents(ours.environment))
                 elif isinstance(shared, _Shared) and shared.contents.environment != ours.environment:
@@ -140,9 +142,12 @@ class RecordFile:
             return
         if (news := beyond(merged, shared.contents, self._breathe)) is not None:
             self.spares.add(news)
+            self._breathe()
         whole_file.replace(self.path, text)
         self._last = (text, merged)
+        self._breathe()
         self.spares.sweep()
+        self._breathe()
 
     def _set_aside(self, environment: Environment) -> Contents | str | None:
         """Rename a file that cannot be used to a free name, and say why; None where it was gone already.

@@ -51,6 +51,7 @@ class Spares:
             self._together, self._known = Contents(known.environment), {}
         seen: dict[str, _Identity] = {}
         for name in self._names():
+            self._breathe()
             with contextlib.suppress(OSError):
                 seen[name] = self._take(name)
         self._known = seen
@@ -78,6 +79,7 @@ class Spares:
         own = news if self._own is None else merge(self._own, news, self._breathe)
         self.folder.mkdir(exist_ok=True)
         self._check_folder()
+        self._breathe()
         status = whole_file.replace(self.folder / self._name, encode(own, self._breathe))
         self._own = own
         self._known[self._name] = _identity(status)
@@ -92,6 +94,7 @@ class Spares:
         with contextlib.suppress(OSError):
             self._check_folder()
             for name, identity in list(self._known.items()):
+                self._breathe()
                 if identity[1] < limit_ns:
                     (self.folder / name).unlink()
                     del self._known[name]

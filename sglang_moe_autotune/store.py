@@ -146,6 +146,7 @@ class Store:
                     return
                 self._asked, self._busy = False, True
                 goal, ours, fresh = self._wanted, self._contents, dict(self._fresh)
+            self._breath()
             kept = self._write(ours, fresh.values())
             with self._changed:
                 self._busy = False
