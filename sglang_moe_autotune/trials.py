@@ -135,6 +135,7 @@ class TrialLog:
                 raise ValueError(f"{path} is left alone, since {document}: move it away")  # noqa: TRY004 - it is data
             before = {} if document is None else document.ms
             news = {m: _encoded([*self._known(path, m, before), *rows], breathe) for m, rows in fresh.items()}
+            breathe()
             kept = itertools.islice({**news, **{m: raw for m, raw in before.items() if m not in news}}.items(), MAX_MS)
             text = _text(_Head(SCHEMA, self._key, shape), dict(sorted(kept)))
             if len(text) > MAX_BYTES:
@@ -235,8 +236,12 @@ def _read(path: Path, key: str, breathe: Callable[[], None] = no_breath) -> _Doc
 
 
 def _text(head: _Head, ms: dict[int, msgspec.Raw]) -> bytes:
-    lines = b",\n".join(b'"%d":%s' % (m, raw) for m, raw in ms.items())
-    return b"%s%s\n%s\n%s" % (msgspec.json.encode(head).removesuffix(b"}"), _MS, lines, _END)
+    # One join: each further copy of a megabyte would keep the interpreter as long.
+    parts = [msgspec.json.encode(head).removesuffix(b"}"), _MS, b"\n"]
+    for m, raw in ms.items():
+        parts += [b'"%d":' % m, raw, b",\n"]
+    parts[-1] = b"\n"
+    return b"".join([*parts, _END])
 
 
 def _document(text: bytes, breathe: Callable[[], None]) -> _Document:
@@ -278,4 +283,5 @@ def _encoded(rows: Iterable[Tried], breathe: Callable[[], None]) -> msgspec.Raw:
     for row in merged((row for row in rows if not row.config.extra and _is_sound(row)), breathe):
         breathe()
         packed.append((row.gemm, msgspec.structs.astuple(row.config)[:6], round(row.ratio, 5), row.samples))
+    breathe()
     return msgspec.Raw(msgspec.json.encode(packed))
