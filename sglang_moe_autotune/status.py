@@ -12,9 +12,14 @@ import os
 import socket
 import time
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import msgspec
+
+from sglang_moe_autotune.breath import no_breath
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 SCHEMA = 1
 FOLDER = "live"
@@ -279,7 +284,7 @@ def presence(owner: Owner, age_s: float, reader: Owner) -> Presence:
     return "elsewhere" if fresh else "gone"
 
 
-def read(root: Path, now_unix_s: float | None = None) -> Servers:
+def read(root: Path, now_unix_s: float | None = None, breathe: Callable[[], None] = no_breath) -> Servers:
     """Every live file below ``root``; a missing folder is no servers. Raises OSError if it cannot be listed.
 
     Files of dead processes stay for a day (see ``live``): they are read as ``gone``.
@@ -294,6 +299,7 @@ def read(root: Path, now_unix_s: float | None = None) -> Servers:
     except FileNotFoundError:
         return Servers((), ())
     for path in paths:
+        breathe()
         try:
             with path.open("rb") as file:
                 text = file.read(_MAX_BYTES + 1)
