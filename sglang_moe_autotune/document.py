@@ -68,6 +68,7 @@ def encode(contents: Contents, breathe: Callable[[], None] = no_breath) -> bytes
         if lines or key != "forgotten":
             fields.append(b"%s: %s" % (_quoted(key), body))
     fields += [b"%s: %s" % (_quoted(key), text) for key, text in sorted(contents.document_text.items())]
+    breathe()
     return b"{\n%s\n}\n" % b",\n".join(fields)
 
 
@@ -140,7 +141,7 @@ def decode(data: bytes, breathe: Callable[[], None] = no_breath) -> Contents | U
     unread: list[Unread] = []
     for kind, raw in itertools.chain(rest, _entries(lists)):
         breathe()
-        read = _read(raw, _TYPES[kind]) if kind in _TYPES else "its kind is not known"
+        read = _read(raw, _TYPES[kind], breathe) if kind in _TYPES else "its kind is not known"
         if isinstance(read, str):
             unread.append(Unread(kind, _compact(raw), read))
         elif isinstance(read.value, Record):
@@ -201,11 +202,15 @@ def _unknown_in_note(text: bytes | None) -> dict[str, bytes]:
     return {key: bytes(raw) for key, raw in fields.items() if key not in ShapeNote.__struct_fields__}
 
 
-def _read(raw: bytes, kind: type[Environment | Record | ShapeNote | Forgotten]) -> _Read | str:
+def _read(
+    raw: bytes, kind: type[Environment | Record | ShapeNote | Forgotten], breathe: Callable[[], None] = no_breath
+) -> _Read | str:
     try:
         value = msgspec.json.decode(raw, type=kind)
+        breathe()
         if reason := problem(value):
             return reason
+        breathe()
         text = _compact(raw)
         if text == msgspec.json.encode(_note_fields(value) if isinstance(value, ShapeNote) else value):
             return _Read(value, None)

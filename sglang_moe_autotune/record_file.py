@@ -138,6 +138,7 @@ class RecordFile:
     def _write(self, shared: _Shared, merged: Contents) -> None:
         """Bring the shared file from what it held to ``merged``; the news among it into our spare first."""
         text = encode(merged, self._breathe)
+        self._breathe()
         if text == (encode(shared.contents, self._breathe) if shared.text is None else shared.text):
             return
         if (news := beyond(merged, shared.contents, self._breathe)) is not None:
