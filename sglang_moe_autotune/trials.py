@@ -245,10 +245,10 @@ def _text(head: _Head, ms: dict[int, msgspec.Raw]) -> bytes:
 
 
 def _document(text: bytes, breathe: Callable[[], None]) -> _Document:
-    """Line by line where it is as ``_text`` writes it. Raises what msgspec raises."""
+    """Line by line where it is as ``_text`` writes it; no M has several then. Raises what msgspec raises."""
     first, *lines = text.split(b"\n")
     if not (first.endswith(_MS) and lines and lines.pop() == _END):
-        return msgspec.json.decode(text, type=_Document)
+        return msgspec.json.decode(msgspec.json.format(text, indent=-1), type=_Document)
     document = msgspec.json.decode(first + _END, type=_Document)
     for line in lines:
         breathe()
