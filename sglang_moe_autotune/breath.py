@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from typing import Final
 
-EVERY_S: Final = 200e-6
+EVERY_S: Final = 100e-6
 LENGTH_S: Final = 50e-6
 """long enough for a thread that waits to wake; shorter ones, as of ``time.sleep(0)``, are over before it does"""
 

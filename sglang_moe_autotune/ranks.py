@@ -15,7 +15,7 @@ import time
 import zlib
 from typing import TYPE_CHECKING
 
-from sglang_moe_autotune import accord
+from sglang_moe_autotune import accord, whole_file
 from sglang_moe_autotune.breath import Breath
 from sglang_moe_autotune.council import Council, Place, Present
 from sglang_moe_autotune.epochs import Table
@@ -195,11 +195,11 @@ class Ranks:
         store = self.store
         if store.path is not None:
             with contextlib.suppress(OSError):
-                status = store.path.stat()
-                identity = status.st_ino, status.st_mtime_ns, status.st_size
+                identity = whole_file.identity(store.path.stat())
                 if identity != self._seen_file:
                     self._seen_file = identity
-                    store.refresh()
+                    if not store.taken_in(identity):  # else each write of ours would be followed by another
+                        store.refresh()
         records = store.contents.records
         if records is self._known:
             return

@@ -57,6 +57,9 @@ class RecordFile:
         self.path = path
         self.spares = Spares(path, breathe)
         self._breathe = breathe
+        self.taken_in: whole_file.Identity | None = None
+        """how the file was when all that it held was last merged and written"""
+        self._found: whole_file.Identity | None = None
         self._last: tuple[bytes, Contents] | None = None
         self._swept = False
 
@@ -124,9 +127,10 @@ class RecordFile:
 
     def _read(self) -> _Shared | Unreadable | None:
         """The shared file alone."""
+        self._found = None
         if (found := whole_file.read(self.path)) is None:
             return None
-        text = found[0]
+        text, self._found = found[0], whole_file.identity(found[1])
         if self._last is not None and text == self._last[0]:
             return _Shared(*self._last)
         contents = decode(text, self._breathe)
@@ -140,11 +144,12 @@ class RecordFile:
         text = encode(merged, self._breathe)
         self._breathe()
         if text == (encode(shared.contents, self._breathe) if shared.text is None else shared.text):
+            self.taken_in = self._found
             return
         if (news := beyond(merged, shared.contents, self._breathe)) is not None:
             self.spares.add(news)
             self._breathe()
-        whole_file.replace(self.path, text)
+        self.taken_in = whole_file.identity(whole_file.replace(self.path, text))
         self._last = (text, merged)
         self._breathe()
         self.spares.sweep()

@@ -29,7 +29,6 @@ KEPT_S = 3600.0
 _OPEN_S = 900.0
 """how long a spare takes more: one that grew for days would be read by every writer every time"""
 _NAME = re.compile(r"[0-9]+-[0-9a-f]{16}\.json")
-_Identity = tuple[int, int, int]
 
 
 class Spares:
@@ -38,7 +37,7 @@ class Spares:
     def __init__(self, path: Path, breathe: Callable[[], None] = no_breath) -> None:
         self.folder = path.with_name(f"{path.name}.d")
         self._breathe = breathe
-        self._known: dict[str, _Identity] = {}
+        self._known: dict[str, whole_file.Identity] = {}
         self._together: Contents | None = None
         """all that was ever read here: a spare only grows, and what is gone is in the shared file"""
         self._name = ""
@@ -49,7 +48,7 @@ class Spares:
         """``known`` and what the spares of its environment hold. What cannot be read is passed over."""
         if self._together is None or self._together.environment != known.environment:
             self._together, self._known = Contents(known.environment), {}
-        seen: dict[str, _Identity] = {}
+        seen: dict[str, whole_file.Identity] = {}
         for name in self._names():
             self._breathe()
             with contextlib.suppress(OSError):
@@ -57,17 +56,17 @@ class Spares:
         self._known = seen
         return merge(known, self._together, self._breathe) if seen else known
 
-    def _take(self, name: str) -> _Identity:
+    def _take(self, name: str) -> whole_file.Identity:
         """Add what a spare holds to what all held so far, unless it is the same as before. Raises OSError."""
         assert self._together is not None  # noqa: S101 - set by the caller
         path = self.folder / name
-        identity = _identity(path.stat(follow_symlinks=False))
+        identity = whole_file.identity(path.stat(follow_symlinks=False))
         if identity == self._known.get(name) or (found := whole_file.read(path, follow=False)) is None:
             return identity
         contents = decode(found[0], self._breathe)
         if isinstance(contents, Contents) and contents.environment == self._together.environment:
             self._together = merge(self._together, contents, self._breathe)
-            return _identity(found[1])
+            return whole_file.identity(found[1])
         raise OSError(errno.EINVAL, "it holds no records of this environment", str(path))
 
     def add(self, news: Contents) -> None:
@@ -82,7 +81,7 @@ class Spares:
         self._breathe()
         status = whole_file.replace(self.folder / self._name, encode(own, self._breathe))
         self._own = own
-        self._known[self._name] = _identity(status)
+        self._known[self._name] = whole_file.identity(status)
         self._together = own if self._together is None else merge(self._together, news, self._breathe)
 
     def sweep(self) -> None:
@@ -125,7 +124,3 @@ class Spares:
         """A link may lead out of the store, where files must be neither read nor removed. Raises OSError."""
         if self.folder.is_symlink():
             raise OSError(errno.ELOOP, "it must be a folder, not a link: remove it", str(self.folder))
-
-
-def _identity(status: os.stat_result) -> _Identity:
-    return status.st_ino, status.st_mtime_ns, status.st_size

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection
     from pathlib import Path
 
+    from sglang_moe_autotune.whole_file import Identity
+
 logger = logging.getLogger("sglang.moe_autotune")
 
 _CURE = "make it writable, or set SGLANG_MOE_AUTOTUNE_DIR to a folder that is"
@@ -82,6 +84,10 @@ class Store:
     def contents(self) -> Contents:
         """All that is known now, others' records as of our last write included. A frozen value."""
         return self._contents
+
+    def taken_in(self, identity: Identity) -> bool:
+        """Is all that the file holds in ``contents``, or soon will be, where this is how it is now?"""
+        return self._file is not None and self._file.taken_in == identity
 
     def submit(self, *, record: Record | None = None, note: ShapeNote | None = None) -> None:
         """Merge into memory at once and hand the write to the writer. Logs and refuses a senseless value."""

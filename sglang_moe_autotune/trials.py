@@ -50,6 +50,8 @@ _MAX_FILES: Final = 256
 _MAX_PENDING: Final = 1024
 _LOCK_S: Final = 2.0
 _STALE_S: Final = 3600.0
+_LATER_S: Final = 0.05
+"""after the end of a search: its record is written first, and whoever serves would wait for a part of each"""
 
 _Row = tuple[Gemm, tuple[int, int, int, int, int | None, int | None], float, int]
 
@@ -109,6 +111,8 @@ class TrialLog:
                 self._busy = False
                 self._changed.notify_all()
                 self._changed.wait_for(lambda: self._pending)
+            time.sleep(_LATER_S)
+            with self._changed:
                 pending, self._pending = self._pending, {}
                 self._busy = True
             for shape, ms in pending.items():
