@@ -17,7 +17,7 @@ LENGTH_S: Final = 50e-6
 
 
 class Breath:
-    """To be called between two parts of a work: gives way where the last time was 0.2 ms ago. One thread at a time."""
+    """To be called between two parts of a work: gives way where the last time was 0.1 ms ago. One thread at a time."""
 
     def __init__(self, *, needed: bool = True) -> None:
         self.needed = needed
