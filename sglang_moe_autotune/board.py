@@ -14,8 +14,10 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from sglang_moe_autotune import whole_file
+from sglang_moe_autotune.breath import Breath
 from sglang_moe_autotune.epochs import Table
 from sglang_moe_autotune.post import SCHEMA, Post, usable
+from sglang_moe_autotune.records import Record
 from sglang_moe_autotune.status import presence, this_process
 from sglang_moe_autotune.validity import problem
 
@@ -26,6 +28,15 @@ if TYPE_CHECKING:
 _TABLE = "table.json"
 
 
+class _Rows(msgspec.Struct, frozen=True):
+    """A table whose rows are read and written one by one: hundreds at once take a millisecond."""
+
+    epoch: int = 0
+    rows: tuple[msgspec.Raw, ...] = ()
+    since: tuple[int, ...] = ()
+    dismissed: tuple[str, ...] = ()
+
+
 class Board:
     """One rank's view of the board in ``folder``. One thread at a time; costs file access."""
 
@@ -34,6 +45,7 @@ class Board:
         self._posts: dict[int, tuple[tuple[int, int, int], Post]] = {}
         self._table: tuple[tuple[int, int, int], Table] | None = None
         self._written: dict[str, tuple[int, int, int]] = {}
+        self._breathe = Breath()
 
     def write(self, post: Post) -> None:
         """Raises OSError."""
@@ -41,7 +53,11 @@ class Board:
 
     def write_table(self, table: Table) -> None:
         """Raises OSError."""
-        self._write(_TABLE, table)
+        rows = []
+        for row in table.rows:
+            self._breathe()
+            rows.append(msgspec.Raw(msgspec.json.encode(row)))
+        self._write(_TABLE, _Rows(table.epoch, tuple(rows), table.since, table.dismissed))
 
     def lost(self, *, table: bool = False) -> bool:
         """Is what this rank wrote not there any more, or another's?"""
@@ -54,6 +70,7 @@ class Board:
     def posts(self) -> Mapping[int, Post]:
         """What each rank posted last, this one's own included; a rank that posted nothing usable is left out."""
         for rank in range(self.ranks):
+            self._breathe()
             known = self._posts.get(rank)
             found = self._read(f"rank-{rank}.json", Post, known[0] if known else None)
             if found is None:
@@ -67,14 +84,27 @@ class Board:
 
     def table(self) -> Table | None:
         """What rank 0 decided last; None where there is nothing usable."""
-        found = self._read(_TABLE, Table, self._table[0] if self._table else None)
+        found = self._read(_TABLE, _Rows, self._table[0] if self._table else None)
         if isinstance(found, tuple):
-            table: Table = found[1]
-            good = [row for row in table.rows if problem(row) is None]
-            self._table = (found[0], table) if len(good) == len(table.rows) == len(table.since) else None
+            table = self._spelt_out(found[1])
+            self._table = None if table is None else (found[0], table)
         elif found is None:
             self._table = None
         return self._table[1] if self._table else None
+
+    def _spelt_out(self, found: _Rows) -> Table | None:
+        """None where one of its rows is not usable."""
+        rows: list[Record] = []
+        for raw in found.rows:
+            self._breathe()
+            try:
+                rows.append(msgspec.json.decode(raw, type=Record))
+            except (ValueError, RecursionError):
+                return None
+            if problem(rows[-1]) is not None:
+                return None
+        good = len(rows) == len(found.since)
+        return Table(found.epoch, tuple(rows), found.since, found.dismissed) if good else None
 
     def forget(self) -> None:
         """Read everything again at the next look."""
@@ -82,6 +112,7 @@ class Board:
 
     def _write(self, name: str, value: Any) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
+        self._breathe()
         path = self.folder / name
         temporary = path.with_name(f".{name}.{os.getpid()}.tmp")
         try:

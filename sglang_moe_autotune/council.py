@@ -13,6 +13,7 @@ import msgspec
 from sglang_moe_autotune import accord
 from sglang_moe_autotune.accord import Finding, Proposal
 from sglang_moe_autotune.board import Board, sweep
+from sglang_moe_autotune.breath import Breath
 from sglang_moe_autotune.epochs import Table
 from sglang_moe_autotune.hearing import Hearing
 from sglang_moe_autotune.post import Post, server_name
@@ -81,6 +82,7 @@ class Council:
         self.hearsay: list[Heard] = []
         """what other ranks measured, fresh at each turn"""
         self._owner = this_process()
+        self._breathe = Breath()
         self._folder = store_path.parent
         parent, name = store_path.with_name(f"{store_path.name}.ranks"), server_name(place.port)
         self._board = Board(parent / name, place.rank, place.ranks)
@@ -117,6 +119,7 @@ class Council:
             self._decide(posts, proposals)
         elif (table := self._board.table()) is not None:
             self.table = table
+        self._breathe()
         decided = list(self._settle_own())
         self._findings = {i: f for i, f in self._findings.items() if i in proposals}
         open_here = [p for p in proposals.values() if self._is_open(p)]
@@ -125,7 +128,9 @@ class Council:
             self.asked = tuple(asked)
         self.posts = posts
         self.waits = tuple(self._differences(posts, present, now_s))
+        self._breathe()
         self._write(present, now_s)
+        self._breathe()
         self._exchange()
         return decided
 
@@ -149,6 +154,7 @@ class Council:
         table = self.table
         found = {rank: {f.id: f for f in post.findings} for rank, post in posts.items()}
         for proposal in proposals.values():
+            self._breathe()
             if proposal.id in table.dismissed:
                 continue
             row = table.row(proposal.key)

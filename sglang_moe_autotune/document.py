@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import msgspec
 
 from sglang_moe_autotune import record_rows
+from sglang_moe_autotune.breath import no_breath
 from sglang_moe_autotune.record_rows import Table
 from sglang_moe_autotune.records import (
     Contents,
@@ -28,7 +29,6 @@ from sglang_moe_autotune.records import (
     add_note,
     add_record,
     merge,
-    no_breath,
 )
 from sglang_moe_autotune.validity import problem
 
@@ -68,6 +68,7 @@ def encode(contents: Contents, breathe: Callable[[], None] = no_breath) -> bytes
         if lines or key != "forgotten":
             fields.append(b"%s: %s" % (_quoted(key), body))
     fields += [b"%s: %s" % (_quoted(key), text) for key, text in sorted(contents.document_text.items())]
+    breathe()
     return b"{\n%s\n}\n" % b",\n".join(fields)
 
 
@@ -82,14 +83,17 @@ def _list(lines: list[bytes]) -> bytes:
 def _note_lines(contents: Contents, breathe: Callable[[], None]) -> Iterator[bytes]:
     for shape, note in contents.notes.items():
         breathe()
-        fields: dict[str, Any] = msgspec.structs.asdict(note)
-        for name in ("baselines", "served", "unfit"):
-            fields[name] = dict(sorted(fields[name].items()))
-        if not note.unfit:
-            del fields["unfit"]  # most notes have none
         extra = sorted(contents.note_text.get(shape, {}).items())
-        fields.update({key: msgspec.Raw(text) for key, text in extra})
-        yield msgspec.json.encode(fields)
+        yield msgspec.json.encode(_note_fields(note) | {key: msgspec.Raw(text) for key, text in extra})
+
+
+def _note_fields(note: ShapeNote) -> dict[str, Any]:
+    fields: dict[str, Any] = msgspec.structs.asdict(note)
+    for name in ("baselines", "served", "unfit"):
+        fields[name] = dict(sorted(fields[name].items()))
+    if not note.unfit:
+        del fields["unfit"]  # most notes have none
+    return fields
 
 
 def _unread_line(unread: Unread) -> bytes:
@@ -115,7 +119,10 @@ def decode(data: bytes, breathe: Callable[[], None] = no_breath) -> Contents | U
         top = msgspec.json.decode(data, type=dict[str, msgspec.Raw])
         breathe()
         schema = msgspec.json.decode(top.pop("schema", b"0"), type=int)
-        lists = {k: msgspec.json.decode(top.pop(k, b"[]"), type=list[msgspec.Raw]) for k in _LISTS}
+        lists = {}
+        for name in _LISTS:
+            breathe()
+            lists[name] = msgspec.json.decode(top.pop(name, b"[]"), type=list[msgspec.Raw])
         table = msgspec.json.decode(top.pop("table", b"{}"), type=dict[str, list[msgspec.Raw]])
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         return Unreadable("broken", str(error))
@@ -129,11 +136,12 @@ def decode(data: bytes, breathe: Callable[[], None] = no_breath) -> Contents | U
         return Unreadable("broken", f"environment: {environment}")
     document_text = {key: bytes(raw) for key, raw in top.items()}
     contents = Contents(environment.value, environment_text=environment.text, document_text=document_text)
-    rest = _add_rows(contents, lists["records"], Table(table.get("shapes", ()), table.get("pairs", ())), breathe)
+    places = Table(table.get("shapes", ()), table.get("pairs", ()), breathe)
+    rest = _add_rows(contents, lists["records"], places, breathe)
     unread: list[Unread] = []
     for kind, raw in itertools.chain(rest, _entries(lists)):
         breathe()
-        read = _read(raw, _TYPES[kind]) if kind in _TYPES else "its kind is not known"
+        read = _read(raw, _TYPES[kind], breathe) if kind in _TYPES else "its kind is not known"
         if isinstance(read, str):
             unread.append(Unread(kind, _compact(raw), read))
         elif isinstance(read.value, Record):
@@ -194,13 +202,17 @@ def _unknown_in_note(text: bytes | None) -> dict[str, bytes]:
     return {key: bytes(raw) for key, raw in fields.items() if key not in ShapeNote.__struct_fields__}
 
 
-def _read(raw: bytes, kind: type[Environment | Record | ShapeNote | Forgotten]) -> _Read | str:
+def _read(
+    raw: bytes, kind: type[Environment | Record | ShapeNote | Forgotten], breathe: Callable[[], None] = no_breath
+) -> _Read | str:
     try:
         value = msgspec.json.decode(raw, type=kind)
+        breathe()
         if reason := problem(value):
             return reason
+        breathe()
         text = _compact(raw)
-        if text == msgspec.json.encode(value):
+        if text == msgspec.json.encode(_note_fields(value) if isinstance(value, ShapeNote) else value):
             return _Read(value, None)
         unknown = _unknown_fields(msgspec.json.decode(raw), msgspec.to_builtins(value))
     except (msgspec.MsgspecError, RecursionError) as error:
@@ -225,8 +237,9 @@ def _compact(raw: bytes) -> bytes:
 
 def _unknown_fields(found: object, known: object, path: str = "") -> Iterator[str]:
     if isinstance(found, dict) and isinstance(known, dict):
+        named = {str(key): value for key, value in known.items()}
         for key, value in found.items():
-            if str(key) in map(str, known):
-                yield from _unknown_fields(value, {str(k): v for k, v in known.items()}[key], f"{path}{key}.")
+            if key in named:
+                yield from _unknown_fields(value, named[key], f"{path}{key}.")
             else:
                 yield f"{path}{key}"

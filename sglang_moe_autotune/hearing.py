@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
+from sglang_moe_autotune.breath import Breath
 from sglang_moe_autotune.hearsay import Heard
 
 if TYPE_CHECKING:
@@ -37,6 +38,7 @@ class Hearing:
     def __init__(self, folder: Path, rank: int, ranks: int) -> None:
         self._folder, self._rank, self._others = folder, rank, [other for other in range(ranks) if other != rank]
         self._begun = False
+        self._breathe = Breath()
         self._read: dict[int, tuple[bytes, int]] = {}
         """of each rank the file's token, and how far it was read"""
 
@@ -44,7 +46,10 @@ class Hearing:
         """Append these. Raises OSError."""
         path = self._path(self._rank)
         self._folder.mkdir(parents=True, exist_ok=True)
-        lines = [msgspec.json.encode(one) for one in heard]
+        lines = []
+        for one in heard:
+            self._breathe()
+            lines.append(msgspec.json.encode(one))
         if not self._begun or not path.exists():
             path.unlink(missing_ok=True)  # of a process before this one
             lines.insert(0, secrets.token_hex(_TOKEN_BYTES).encode())
@@ -64,6 +69,7 @@ class Hearing:
         except OSError:
             return
         for line in text.splitlines():
+            self._breathe()
             try:
                 yield msgspec.json.decode(line, type=Heard)
             except (ValueError, RecursionError):

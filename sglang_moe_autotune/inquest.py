@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import msgspec
 
 from sglang_moe_autotune import held, page, status, whole_file
+from sglang_moe_autotune.breath import Breath
 from sglang_moe_autotune.held import Held
 from sglang_moe_autotune.journal import Announced, Told, Writer, parse
 from sglang_moe_autotune.status import Owner  # noqa: TC001 - msgspec reads it when it runs
@@ -60,11 +61,13 @@ def hold(root: Path, *, read_only: bool = False) -> Verdict:
     """
     folder, reader, now_s = root / held.FOLDER, status.this_process(), time.time()
     verdicts = []
+    breathe = Breath()  # servers call this too, beside what they serve
     for path in held.files(folder, ".journal"):
+        breathe()
         with contextlib.suppress(OSError):
             if (found := whole_file.read(path, follow=False)) is None:
                 continue
-            told, age_s = parse(found[0]), now_s - found[1].st_mtime
+            told, age_s = parse(found[0], breathe), now_s - found[1].st_mtime
             if told.writer is None or told.writer.owner[:3] == reader[:3]:
                 continue
             if _gone(path, told.writer.owner, reader, age_s):

@@ -26,6 +26,7 @@ import msgspec
 
 from sglang_moe_autotune import held, page, status
 from sglang_moe_autotune.bench import Declined
+from sglang_moe_autotune.breath import no_breath
 from sglang_moe_autotune.held import FOLDER, Candidate
 
 if TYPE_CHECKING:
@@ -88,11 +89,12 @@ class Told(NamedTuple):
     open: tuple[Announced, ...]
 
 
-def parse(text: bytes) -> Told:
+def parse(text: bytes, breathe: Callable[[], None] = no_breath) -> Told:
     """A line that is damaged, or torn by the end of its writer, says nothing."""
     writer: Writer | None = None
     announced: dict[int, Announced] = {}
     for part in text.split(b"\n")[:-1]:
+        breathe()
         try:
             line = msgspec.json.decode(part, type=_Line)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
@@ -314,10 +316,8 @@ class Journal:
             if self._page is not None:
                 self._page.touch()
         with self._changed:
-            now_s = time.monotonic()
-            for _, entry in lines:
-                if entry is not None and entry.state == "handed":
-                    entry.state, entry.looked_s = "written", now_s
+            for entry in (entry for _, entry in lines if entry is not None and entry.state == "handed"):
+                entry.state, entry.looked_s = "written", time.monotonic()
         if self._file is not None and not os.fstat(self._file).st_nlink:
             self._begin()  # somebody elsewhere took this process for long dead
 

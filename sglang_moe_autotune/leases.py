@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from sglang_moe_autotune import whole_file
+from sglang_moe_autotune.breath import Breath
 from sglang_moe_autotune.status import Owner, presence
 
 if TYPE_CHECKING:
@@ -54,6 +55,7 @@ class Leases:
         self._seen: dict[str, tuple[_Identity, float]] = {}
         """of others' leases: how the file was, and since when by our clock"""
         self._touched_s = clock()
+        self._breathe = Breath()
 
     def take(self, key: tuple[MoeShape, int]) -> bool:
         """Is it ours now? False while another process that lives holds it. Raises OSError."""
@@ -82,6 +84,7 @@ class Leases:
             return
         self._touched_s = now_s
         for key in list(self.held):
+            self._breathe()
             path = self.folder / name_of(key)
             with contextlib.suppress(OSError):
                 if self._is_ours(path):

@@ -10,6 +10,7 @@ import time
 from typing import TYPE_CHECKING
 
 from sglang_moe_autotune import __version__, releases, status, switch
+from sglang_moe_autotune.breath import Breath, no_breath
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -49,9 +50,9 @@ def log_start(serving: Serving) -> None:
 
 
 def _loop(serving: Serving) -> None:
-    teller, turns = Teller(), 0
+    teller, turns, breathe = Teller(), 0, Breath()
     while True:
-        teller.turn(functools.partial(_turn, serving, turns))
+        teller.turn(functools.partial(_turn, serving, turns, breathe))
         turns += 1
         time.sleep(_EVERY_S)
 
@@ -76,29 +77,34 @@ class Teller:
             self._torn = 0
 
 
-def _turn(serving: Serving, number: int) -> None:
+def _turn(serving: Serving, number: int, breathe: Callable[[], None] = no_breath) -> None:
     if number % _DEATHS_EVERY == 0:
         look_for_deaths(serving)
+        breathe()
     follow(serving)
     if serving.root is not None and serving.settings.mode != "read-only":  # whose folder may be an image's
         if number % _SWEEP_EVERY == 0:
-            sweep(serving.root)
-        status.write(serving.root, describe(serving))
+            sweep(serving.root, breathe)
+        live = describe(serving, breathe)
+        breathe()
+        status.write(serving.root, live)
+        breathe()
     if serving.metrics is not None:
         serving.metrics.update(serving)
 
 
-def sweep(root: Path) -> None:
+def sweep(root: Path, breathe: Callable[[], None] = no_breath) -> None:
     """Remove the live files of processes that ended more than a day ago. Never raises OSError.
 
     SGLang ends its schedulers by SIGKILL, so no process removes its own, and each command of the shell reads all.
     """
     with contextlib.suppress(OSError):
         old_s = time.time() - _ENDED_KEPT_S
-        for server in status.read(root).servers:
+        for server in status.read(root, breathe=breathe).servers:
             if server.presence == "gone" and server.live.unix_s < old_s:
                 server.path.unlink(missing_ok=True)
         for path in (root / status.FOLDER).glob(".*.tmp"):
+            breathe()
             if path.stat(follow_symlinks=False).st_mtime < old_s:
                 path.unlink(missing_ok=True)
 
@@ -124,13 +130,21 @@ def _needed(serving: Serving, slugs: list[str]) -> dict[str, float]:
     return {slug: seconds for slug, seconds in found.items() if seconds is not None}
 
 
-def describe(serving: Serving) -> status.LiveStatus:
+def describe(serving: Serving, breathe: Callable[[], None] = no_breath) -> status.LiveStatus:
     """The present state. Reads only what the serving thread replaces whole, or what RuntimeError tells apart."""
     owner = status.this_process()
     device, tuner, peers = serving.device, serving.tuner, serving.peers
+    breathe()
     snapshot = tuner.snapshot() if tuner is not None else None
     compiler = getattr(device.provider, "compiler", None) if device is not None else None
     held = getattr(device.provider, "quarantine", None) if device is not None else None
+    breathe()
+    needed = _needed(serving, [slug for slug, _ in snapshot.queue] if snapshot is not None else [])
+    quarantine = {}
+    for one in held.held if held is not None else ():
+        breathe()
+        quarantine[str(one.candidate)] = one.reason
+    breathe()
     return status.LiveStatus(
         pid=owner.pid,
         boot_id=owner.boot_id,
@@ -164,7 +178,7 @@ def describe(serving: Serving) -> status.LiveStatus:
         deep_idle_s=serving.idle_time.deep_s,
         idle_windows=serving.idle_time.windows,
         searches=serving.idle_time.settled,
-        idle_needed_s=_needed(serving, [slug for slug, _ in snapshot.queue] if snapshot is not None else []),
+        idle_needed_s=needed,
         pass_p99_us=serving.watch.quantile_us(0.99),
         pass_longest_us=serving.watch.longest_us,
         pass_longest_did=serving.watch.longest_did,
@@ -172,7 +186,7 @@ def describe(serving: Serving) -> status.LiveStatus:
         pauses=serving.watch.pauses,
         compile=status.CompileCounts(**compiler.counts) if compiler is not None else status.CompileCounts(),
         serving_compiles_for_tuning=serving.compiles.for_tuning,
-        quarantine={str(one.candidate): one.reason for one in held.held} if held is not None else {},
+        quarantine=quarantine,
         deferred={f"{slug} {M}": reason for (slug, M), reason in snapshot.deferred.items()} if snapshot else {},
         graphs=serving.recapture.snapshot(),
         doubts=serving.doubts.told,

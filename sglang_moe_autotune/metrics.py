@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import collections
 import logging
-import time
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, get_args
 
 from sglang_moe_autotune import server_info, status, tally
+from sglang_moe_autotune.breath import Breath
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -60,8 +60,6 @@ METRICS: Final = (
 _RECAPTURE_BUCKETS_S: Final = (0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0, 2.0, 5.0)
 SLICE_BUCKETS_S: Final = (1e-4, 2e-4, 3e-4, 5e-4, 7e-4, 1e-3, 1.5e-3, 2e-3, 3e-3, 5e-3, 1e-2, 5e-2, 0.2, 1.0)
 
-_BREATH_EVERY: Final = 40
-_BREATH_S: Final = 50e-6
 _STATES: Final[tuple[str, ...]] = get_args(status.State)
 
 
@@ -87,6 +85,7 @@ class Metrics:
         self._counted: dict[tuple[str, ...], float] = {}
         self._paused = ""
         self._broken = False
+        self._breathe = Breath()
 
     def update(self, serving: Serving) -> None:
         """Bring all metrics up to date. Off the serving thread; a fault is logged once and ends the metrics."""
@@ -95,7 +94,7 @@ class Metrics:
         try:
             if not self._families:
                 self._families = self._register()
-            self._update(server_info.describe(serving))
+            self._update(server_info.describe(serving, self._breathe))
             self._observe("slice_seconds", self.slices_s)
             self._observe("recapture_seconds", serving.recapture.new_pauses_s)
         except RuntimeError:
@@ -113,6 +112,7 @@ class Metrics:
         histogram = getattr(collector, "_histogram_cls", None) or prometheus_client.Histogram
         families: dict[str, Any] = {}
         for name, kind, labels, meaning in METRICS:
+            self._breathe()
             common: dict[str, Any] = {"name": PREFIX + name, "documentation": meaning, "labelnames": (*names, *labels)}
             if kind == "gauge":
                 families[name] = gauge(**common, multiprocess_mode="mostrecent")
@@ -168,12 +168,12 @@ class Metrics:
 
     def _observe(self, name: str, fresh: collections.deque[float]) -> None:
         histogram = self._child(name)
-        for number in range(len(fresh)):
-            if number % _BREATH_EVERY == _BREATH_EVERY - 1:
-                time.sleep(_BREATH_S)  # else the thread that serves could wait 5 ms for the interpreter
+        for _ in range(len(fresh)):
+            self._breathe()
             histogram.observe(fresh.popleft())
 
     def _child(self, name: str, *own: str) -> Any:
+        self._breathe()
         place = (name, *own)
         if place not in self._children:
             labels = next(metric.labels for metric in METRICS if metric.name == name)

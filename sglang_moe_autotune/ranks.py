@@ -15,7 +15,8 @@ import time
 import zlib
 from typing import TYPE_CHECKING
 
-from sglang_moe_autotune import accord
+from sglang_moe_autotune import accord, whole_file
+from sglang_moe_autotune.breath import Breath
 from sglang_moe_autotune.council import Council, Place, Present
 from sglang_moe_autotune.epochs import Table
 from sglang_moe_autotune.leases import Leases
@@ -87,6 +88,7 @@ class Ranks:
         self._known = store.contents.records
         self._seen_file: object = None
         self._event = threading.Event()
+        self._breathe = Breath()
         self._told = False
         self._leases: Leases | None = None
         self._council: Council | None = None
@@ -168,10 +170,14 @@ class Ranks:
     def turn(self) -> None:
         """Read what others did, do this rank's part. Disk trouble never raises."""
         while self._in:
+            self._breathe()
             self._take(*self._in.popleft())
+        self._breathe()
         self._read_store()
         if self._council is not None:
+            self._breathe()
             self._confer(self._council)
+        self._breathe()
         self._lease()
 
     def _take(self, proposal: Proposal | None, finding: Finding) -> None:
@@ -189,20 +195,20 @@ class Ranks:
         store = self.store
         if store.path is not None:
             with contextlib.suppress(OSError):
-                status = store.path.stat()
-                identity = status.st_ino, status.st_mtime_ns, status.st_size
+                identity = whole_file.identity(store.path.stat())
                 if identity != self._seen_file:
                     self._seen_file = identity
-                    store.refresh()
+                    if not store.taken_in(identity):  # else each write of ours would be followed by another
+                        store.refresh()
         records = store.contents.records
         if records is self._known:
             return
         for key, record in records.items():
+            self._breathe()
             if record is not self._known.get(key):
                 self.news.append(record)
                 if record.verdict == "faster" and record.source == self._source and self.place.rank == 0:
                     self._consider(key, record)
-                    time.sleep(0)  # a thousand rows must not keep the interpreter from the thread that serves
         self._known = records
         if self._council is None:
             self.asked = tuple(self._foreign.values())
@@ -250,6 +256,7 @@ class Ranks:
         # Whoever takes it next must find its record; a disk that takes long keeps it for another turn.
         if ended and (self.store.state != "disk" or self.store.flush(_FLUSH_S)):
             for key in ended:
+                self._breathe()
                 leases.release(key)
         # The last few are shared out one by one, so that no rank sits on two while another has none.
         ahead = _AHEAD if len(wanted) > _AHEAD * self.place.ranks else 1
@@ -258,6 +265,7 @@ class Ranks:
         for key in wanted:
             if taken >= ahead:
                 break
+            self._breathe()
             if key not in leases.held:
                 try:
                     taken += leases.take(key)

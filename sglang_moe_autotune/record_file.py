@@ -13,9 +13,10 @@ import time
 from typing import TYPE_CHECKING, NamedTuple
 
 from sglang_moe_autotune import lock_file, whole_file
+from sglang_moe_autotune.breath import no_breath
 from sglang_moe_autotune.document import Unreadable, decode, encode
 from sglang_moe_autotune.errors import StoreError
-from sglang_moe_autotune.records import Contents, Record, beyond, lifted, merge, no_breath
+from sglang_moe_autotune.records import Contents, Record, beyond, lifted, merge
 from sglang_moe_autotune.spares import Spares
 from sglang_moe_autotune.validity import problem
 
@@ -56,6 +57,9 @@ class RecordFile:
         self.path = path
         self.spares = Spares(path, breathe)
         self._breathe = breathe
+        self.taken_in: whole_file.Identity | None = None
+        """how the file was when all that it held was last merged and written"""
+        self._found: whole_file.Identity | None = None
         self._last: tuple[bytes, Contents] | None = None
         self._swept = False
 
@@ -73,22 +77,24 @@ class RecordFile:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         aside: list[str] = []
         with lock_file.hold(self._lock, LOCK_S):
+            self._breathe()
             self._sweep()
             for _ in range(_ATTEMPTS):
                 shared = self._read()
+                self._breathe()
                 if shared is None:
                     shared = _Shared(None, Contents(ours.environment))
                 elif isinstance(shared, _Shared) and shared.contents.environment != ours.environment:
                     shared = Unreadable("broken", "it holds records of another environment")
                 if isinstance(shared, _Shared):
                     merged = merge(self.spares.read(shared.contents), ours, self._breathe)
-                    merged = merge(merged, lifted(merged, fresh))
+                    merged = merge(merged, lifted(merged, fresh), self._breathe)
                     self._write(shared, merged)
                     return Update(merged, tuple(aside))
                 if shared.state == "newer":
                     return Update(ours, tuple(aside), shared.reason)
                 moved = self._set_aside(ours.environment)
-                ours = merge(ours, moved) if isinstance(moved, Contents) else ours
+                ours = merge(ours, moved, self._breathe) if isinstance(moved, Contents) else ours
                 aside += [moved] if isinstance(moved, str) else []
         raise OSError(errno.EBUSY, "it is broken again and again", str(self.path))
 
@@ -121,9 +127,10 @@ class RecordFile:
 
     def _read(self) -> _Shared | Unreadable | None:
         """The shared file alone."""
+        self._found = None
         if (found := whole_file.read(self.path)) is None:
             return None
-        text = found[0]
+        text, self._found = found[0], whole_file.identity(found[1])
         if self._last is not None and text == self._last[0]:
             return _Shared(*self._last)
         contents = decode(text, self._breathe)
@@ -135,13 +142,18 @@ class RecordFile:
     def _write(self, shared: _Shared, merged: Contents) -> None:
         """Bring the shared file from what it held to ``merged``; the news among it into our spare first."""
         text = encode(merged, self._breathe)
-        if text == (encode(shared.contents) if shared.text is None else shared.text):
+        self._breathe()
+        if text == (encode(shared.contents, self._breathe) if shared.text is None else shared.text):
+            self.taken_in = self._found
             return
-        if (news := beyond(merged, shared.contents)) is not None:
+        if (news := beyond(merged, shared.contents, self._breathe)) is not None:
             self.spares.add(news)
-        whole_file.replace(self.path, text)
+            self._breathe()
+        self.taken_in = whole_file.identity(whole_file.replace(self.path, text))
         self._last = (text, merged)
+        self._breathe()
         self.spares.sweep()
+        self._breathe()
 
     def _set_aside(self, environment: Environment) -> Contents | str | None:
         """Rename a file that cannot be used to a free name, and say why; None where it was gone already.

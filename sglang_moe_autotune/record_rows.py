@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import msgspec
 
-from sglang_moe_autotune.records import Evidence, Record, Source, Verdict, no_breath
+from sglang_moe_autotune.breath import no_breath
+from sglang_moe_autotune.records import Evidence, Record, Source, Verdict
 from sglang_moe_autotune.shapes import ConfigPair, MoeShape
 from sglang_moe_autotune.validity import figures_are_sound, pair_is_sound, shape_is_sound
 
@@ -48,34 +49,48 @@ class Lines(NamedTuple):
 
 def lines(contents: Contents, breathe: Callable[[], None] = no_breath) -> Lines:
     """Rows sorted by shape and M. A record with a text of its own is that text, and needs no table."""
-    texts = {shape: msgspec.json.encode(shape) for shape in {shape for shape, _ in contents.records}}
-    breathe()
+    by_shape: dict[MoeShape, list[int]] = {}
+    for shape, m in contents.records:
+        breathe()
+        by_shape.setdefault(shape, []).append(m)
+    texts = {shape: msgspec.json.encode(shape) for shape in by_shape}
     order = sorted(texts, key=lambda shape: (shape.slug, texts[shape]))
-    places = {shape: place for place, shape in enumerate(order)}
-    breathe()
-    rows: list[tuple[int, int, bytes]] = []
+    rows: list[bytes] = []
     pairs: dict[ConfigPair, int] = {}
     encode = msgspec.json.Encoder().encode
-    for (shape, m), record in sorted(contents.records.items(), key=lambda item: (places[item[0][0]], item[0][1])):
-        breathe()
-        place = places[shape]
-        if (text := contents.record_text.get((shape, m))) is None:
-            pair = pairs.setdefault(record.pair, len(pairs))
-            baseline = pairs.setdefault(record.baseline, len(pairs))
-            text = encode(Row(place, m, record.verdict, pair, baseline, *_about(record)))
-        rows.append((place, m, text))
-    return Lines([texts[shape] for shape in order], [encode(pair) for pair in pairs], [text for *_, text in rows])
+    for place, shape in enumerate(order):
+        for m in sorted(by_shape[shape]):
+            breathe()
+            if (text := contents.record_text.get((shape, m))) is None:
+                record = contents.records[shape, m]
+                pair = pairs.setdefault(record.pair, len(pairs))
+                baseline = pairs.setdefault(record.baseline, len(pairs))
+                text = encode(Row(place, m, record.verdict, pair, baseline, *_about(record)))
+            rows.append(text)
+    breathe()
+    return Lines([texts[shape] for shape in order], [encode(pair) for pair in pairs], rows)
 
 
 class Table:
     """The table of a file that is read. Entries that this version would not write so are kept as text only."""
 
-    def __init__(self, shapes: Sequence[msgspec.Raw] = (), pairs: Sequence[msgspec.Raw] = ()) -> None:
+    def __init__(
+        self,
+        shapes: Sequence[msgspec.Raw] = (),
+        pairs: Sequence[msgspec.Raw] = (),
+        breathe: Callable[[], None] = no_breath,
+    ) -> None:
         self._texts = {"shape": shapes, "pair": pairs, "baseline": pairs}
-        known = _known(pairs, ConfigPair)
-        self._shapes = {place: s for place, s in _known(shapes, MoeShape).items() if shape_is_sound(s)}
-        self._served = {place: p for place, p in known.items() if pair_is_sound(p, served=True)}
-        self._baselines = {place: p for place, p in known.items() if pair_is_sound(p, served=False)}
+        known = _known(pairs, ConfigPair, breathe)
+        self._shapes = {place: s for place, s in _known(shapes, MoeShape, breathe).items() if shape_is_sound(s)}
+        self._served: dict[int, ConfigPair] = {}
+        self._baselines: dict[int, ConfigPair] = {}
+        for place, pair in known.items():
+            breathe()
+            if pair_is_sound(pair, served=True):
+                self._served[place] = pair
+            if pair_is_sound(pair, served=False):
+                self._baselines[place] = pair
 
     def records(self, raws: Sequence[bytes | msgspec.Raw]) -> list[Record] | None:
         """These rows, where all are sound, and exactly what this version writes: nothing unknown is in them."""
@@ -116,9 +131,10 @@ _ROWS = msgspec.json.Decoder(list[Row])
 _T = TypeVar("_T")
 
 
-def _known(texts: Sequence[msgspec.Raw], kind: type[_T]) -> dict[int, _T]:
+def _known(texts: Sequence[msgspec.Raw], kind: type[_T], breathe: Callable[[], None]) -> dict[int, _T]:
     found = {}
     for place, text in enumerate(texts):
+        breathe()
         try:
             value = msgspec.json.decode(text, type=kind)
         except (msgspec.MsgspecError, RecursionError):

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
+from sglang_moe_autotune.breath import no_breath
 from sglang_moe_autotune.shapes import ConfigPair, MoeShape
 
 if TYPE_CHECKING:
@@ -216,10 +217,6 @@ def pin(contents: Contents, shape: MoeShape, M: int, pair: ConfigPair, unix_s: f
 _NO_EVIDENCE = Evidence(0.0, 0.0, 0.0, 0.0, 0.0, 0, 0, 0.0)
 
 
-def no_breath() -> None:
-    """The default of ``breathe``, which a long call makes now and then so that other threads can run."""
-
-
 def merge(a: Contents, b: Contents, breathe: Callable[[], None] = no_breath) -> Contents:
     """Both in one: nothing is lost, and order, grouping and repetition of merges do not matter.
 
@@ -244,24 +241,27 @@ def merge(a: Contents, b: Contents, breathe: Callable[[], None] = no_breath) -> 
         max(a.environment_text or b"", b.environment_text or b"") or None,
     )
     for key, floor in b.forgotten.items():
+        breathe()
         add_forgotten(merged, key, floor)
     for key, record in b.records.items():
         breathe()
         add_record(merged, record, b.record_text.get(key))
     for shape, note in b.notes.items():
+        breathe()
         add_note(merged, note, b.note_text.get(shape, {}))
     return merged
 
 
-def beyond(contents: Contents, known: Contents) -> Contents | None:
+def beyond(contents: Contents, known: Contents, breathe: Callable[[], None] = no_breath) -> Contents | None:
     """What the contents hold that ``known``, from which they grew by merges, does not; None for nothing."""
     texts = contents.record_text
-    records = {
-        key: record
-        for key, record in contents.records.items()
-        if record is not (old := known.records.get(key))
-        and (record != old or texts.get(key) != known.record_text.get(key))
-    }
+    records = {}
+    for key, record in contents.records.items():
+        breathe()
+        if record is not (old := known.records.get(key)) and (
+            record != old or texts.get(key) != known.record_text.get(key)
+        ):
+            records[key] = record
     notes = {shape: note for shape, note in contents.notes.items() if note != known.notes.get(shape)}
     grown = (shape for shape, text in contents.note_text.items() if text != known.note_text.get(shape))
     notes.update({shape: contents.notes[shape] for shape in grown})
@@ -305,7 +305,8 @@ def add_forgotten(contents: Contents, key: Key, floor: int) -> None:
 def add_note(contents: Contents, note: ShapeNote, extra: dict[str, bytes]) -> None:
     """Add to contents that nobody else has seen yet."""
     old = contents.notes.get(note.shape)
-    contents.notes[note.shape] = note if old is None else _merge_notes(old, note)
+    if old is not note:
+        contents.notes[note.shape] = note if old is None else _merge_notes(old, note)
     if extra:
         contents.note_text[note.shape] = _larger(contents.note_text.get(note.shape, {}), extra)
 
@@ -327,7 +328,8 @@ def _merge_notes(a: ShapeNote, b: ShapeNote) -> ShapeNote:
     baselines, unfit = dict(a.baselines), dict(a.unfit)
     for merged, more in ((baselines, b.baselines), (unfit, b.unfit)):
         for m, pair in more.items():
-            merged[m] = max(merged.get(m, pair), pair, key=msgspec.json.encode)
+            if (held := merged.setdefault(m, pair)) != pair:
+                merged[m] = max(held, pair, key=msgspec.json.encode)
     served = dict(a.served)
     for m, count in b.served.items():
         served[m] = max(served.get(m, 0), count)

@@ -28,7 +28,9 @@ _TRITON_UTILS = LOOKUP.module.rpartition(".")[0]
 _HEALTH_PREFIX = "HEALTH_CHECK"
 
 
+@functools.cache
 def version() -> str:
+    """Of the SGLang that runs. Kept: looking it up takes a millisecond, for which requests may have to wait."""
     try:
         return importlib.metadata.version("sglang")
     except importlib.metadata.PackageNotFoundError:

@@ -7,9 +7,12 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 from sglang_moe_autotune import __version__
+from sglang_moe_autotune.breath import no_breath
 from sglang_moe_autotune.tally import tally
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from sglang_moe_autotune.serving import Serving
 
 KEY: Final = "moe_autotune"
@@ -20,15 +23,18 @@ def add(result: Any, serving: Serving) -> None:
     result.internal_state[KEY] = describe(serving)
 
 
-def describe(serving: Serving) -> dict[str, Any]:
+def describe(serving: Serving, breathe: Callable[[], None] = no_breath) -> dict[str, Any]:
     """Numbers, strings, lists and dicts only: the answer travels as msgpack from SGLang 0.5.16 on.
 
     Seconds and counts are since the start, gains are fractions, ``current`` is [shape, M]. Costs about 0.3 ms for a
-    model with 60 M, on the thread that serves; no file is read.
+    model with 60 M, on the thread that serves; no file is read. breathe: for another thread.
     """
     tuner, store, device = serving.tuner, serving.store, serving.device
+    breathe()
     snapshot = tuner.snapshot() if tuner is not None else None
-    shapes = tally(serving.overlay.shapes, store.contents.records if store is not None else {}, snapshot)
+    breathe()
+    shapes = tally(serving.overlay.shapes, store.contents.records if store is not None else {}, snapshot, breathe)
+    breathe()
     compiler = getattr(device.provider, "compiler", None) if device is not None else None
     return {
         "version": __version__,

@@ -5,6 +5,7 @@ Names follow SGLang: ``w1`` is the gate-up weight (E, 2N, K), ``w2`` the down we
 
 from __future__ import annotations
 
+import functools
 import re
 from typing import Any, Final, Literal
 
@@ -120,16 +121,22 @@ class MoeShape(msgspec.Struct, frozen=True):
     @property
     def slug(self) -> str:
         """A name for people, logs and the shell; unique for all but exotic variants."""
-        parts = [f"E{self.E}", f"N{self.N}", f"K{self.K}", f"top{self.top_k}"]
-        parts.append(self.dtype or {"bfloat16": "bf16", "float16": "fp16"}.get(self.activation_dtype, "fp32"))
-        if self.block_shape is not None:
-            parts.append(f"block{self.block_shape[0]}x{self.block_shape[1]}")
-        if self.per_channel_quant:
-            parts.append("perchannel")
-        if self.ep:
-            parts.append("ep")
-        parts.extend(self.variant)
-        return "-".join(parts)
+        return _slug(self)
+
+
+@functools.lru_cache(maxsize=1024)
+def _slug(shape: MoeShape) -> str:
+    """Kept: whoever says how far a server is names a few shapes hundreds of times, and its requests wait meanwhile."""
+    parts = [f"E{shape.E}", f"N{shape.N}", f"K{shape.K}", f"top{shape.top_k}"]
+    parts.append(shape.dtype or {"bfloat16": "bf16", "float16": "fp16"}.get(shape.activation_dtype, "fp32"))
+    if shape.block_shape is not None:
+        parts.append(f"block{shape.block_shape[0]}x{shape.block_shape[1]}")
+    if shape.per_channel_quant:
+        parts.append("perchannel")
+    if shape.ep:
+        parts.append("ep")
+    parts.extend(shape.variant)
+    return "-".join(parts)
 
 
 ACTIVATION_WORDS: Final[dict[str, ActivationDtype]] = {

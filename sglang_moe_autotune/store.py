@@ -8,12 +8,12 @@ import hashlib
 import logging
 import re
 import threading
-import time
 import weakref
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import msgspec
 
+from sglang_moe_autotune.breath import Breath
 from sglang_moe_autotune.document import Unreadable
 from sglang_moe_autotune.errors import StoreError
 from sglang_moe_autotune.record_file import RecordFile, missing, unreadable
@@ -23,6 +23,8 @@ from sglang_moe_autotune.validity import problem
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
     from pathlib import Path
+
+    from sglang_moe_autotune.whole_file import Identity
 
 logger = logging.getLogger("sglang.moe_autotune")
 
@@ -41,7 +43,7 @@ class Store:
         """Use ``open``, which reads the file too."""
         self.path = None if root is None else root / file_name(environment)
         self.state: State = "read-only" if read_only else "memory" if root is None else "disk"
-        self._breath = _Breath()
+        self._breath = Breath(needed=False)  # nobody is served before it is opened
         self._file = None if self.path is None else RecordFile(self.path, self._breath)
         self._contents = Contents(environment)
         self._warned: set[str] = set()
@@ -82,6 +84,10 @@ class Store:
     def contents(self) -> Contents:
         """All that is known now, others' records as of our last write included. A frozen value."""
         return self._contents
+
+    def taken_in(self, identity: Identity) -> bool:
+        """Is all that the file holds in ``contents``, or soon will be, where this is how it is now?"""
+        return self._file is not None and self._file.taken_in == identity
 
     def submit(self, *, record: Record | None = None, note: ShapeNote | None = None) -> None:
         """Merge into memory at once and hand the write to the writer. Logs and refuses a senseless value."""
@@ -146,6 +152,7 @@ class Store:
                     return
                 self._asked, self._busy = False, True
                 goal, ours, fresh = self._wanted, self._contents, dict(self._fresh)
+            self._breath()
             kept = self._write(ours, fresh.values())
             with self._changed:
                 self._busy = False
@@ -203,21 +210,6 @@ class Store:
 def _flush_at_exit(reference: weakref.ref[Store]) -> None:
     if (store := reference()) is not None:
         store.flush(_EXIT_S)
-
-
-class _Breath:
-    """Lets other threads run every 0.2 ms: a waiting thread gets the interpreter after 5 ms otherwise, and
-    the thread that waits is the one that serves requests."""
-
-    def __init__(self, *, needed: bool = False) -> None:
-        self.needed = needed
-        """not while a store is opened: nobody is served before that"""
-        self._last_s = time.perf_counter()
-
-    def __call__(self) -> None:
-        if self.needed and time.perf_counter() - self._last_s > 200e-6:
-            time.sleep(50e-6)
-            self._last_s = time.perf_counter()
 
 
 def file_name(environment: Environment) -> str:

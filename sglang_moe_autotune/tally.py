@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import collections
-from typing import TYPE_CHECKING, Literal, get_args
+import itertools
+from typing import TYPE_CHECKING, Final, Literal, get_args
 
 import msgspec
 
+from sglang_moe_autotune.breath import no_breath
 from sglang_moe_autotune.summary import mean_gain
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
     from sglang_moe_autotune.records import Key, Record
     from sglang_moe_autotune.shapes import MoeShape
@@ -22,6 +24,9 @@ searched yet. ``deferred``: cannot be tuned now. ``failed``: its bench raised to
 
 State = Literal["tuning", "queued", "deferred", "settled"]
 """Of a shape: one of its M is on the bench; one waits; all that wait are deferred; none waits."""
+
+_CHUNK: Final = 100
+"""records between two breaths: some 0.1 ms of own ones"""
 
 PROGRESS: tuple[Progress, ...] = get_args(Progress)
 STATES: tuple[State, ...] = get_args(State)
@@ -41,7 +46,10 @@ class ShapeTally(msgspec.Struct, frozen=True):
 
 
 def tally(
-    shapes: Iterable[MoeShape], records: Mapping[Key, Record], snapshot: Snapshot | None
+    shapes: Iterable[MoeShape],
+    records: Mapping[Key, Record],
+    snapshot: Snapshot | None,
+    breathe: Callable[[], None] = no_breath,
 ) -> dict[str, ShapeTally]:
     """By slug, for the shapes given and those that the tuner knows. Microseconds a shape, 0.15 us a record."""
     mine = set(shapes)
@@ -49,14 +57,18 @@ def tally(
     widths = {shape.w1_shape for shape in mine}
     counts: dict[str, collections.Counter[Progress]] = {shape.slug: collections.Counter() for shape in mine}
     gains: dict[str, list[float]] = {}
-    for (shape, _), record in records.items():
-        if shape.w1_shape in widths and shape in mine:
-            learned = record.verdict == "faster"
-            counts[shape.slug]["learned" if learned else "baseline"] += 1
-            if learned:
-                gains.setdefault(shape.slug, []).append(record.evidence.gain)
+    left = iter(records.items())
+    while some := list(itertools.islice(left, _CHUNK)):
+        breathe()
+        for (shape, _), record in some:
+            if shape.w1_shape in widths and shape in mine:
+                learned = record.verdict == "faster"
+                counts[shape.slug]["learned" if learned else "baseline"] += 1
+                if learned:
+                    gains.setdefault(shape.slug, []).append(record.evidence.gain)
     if snapshot is not None:
         for slug, M in snapshot.queue:  # noqa: N806
+            breathe()
             if (slug, M) not in snapshot.deferred:
                 counts.setdefault(slug, collections.Counter())["queued"] += 1
         for progress, keys in (("deferred", snapshot.deferred), ("failed", snapshot.failed)):

@@ -1,7 +1,12 @@
 """The trials: what was measured at each M, kept for people beside the store. Nothing that is served rests on them.
 
 One file for each environment and shape below ``trials/``, apart from the records, so that these load as fast as
-before. A write decodes the M that it changes, not the others: the thread that serves requests waits meanwhile.
+before. A write decodes the M that it changes, not the others, and there is a line for each, read one by one:
+
+    {"schema":1,"environment_key":...,"shape":{...},"ms":{
+    "8":[["up",[16,32,64,1,4,3],0.8,5],...],
+    "64":[...]
+    }}
 """
 
 from __future__ import annotations
@@ -21,12 +26,13 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from sglang_moe_autotune import lock_file, store, whole_file
+from sglang_moe_autotune.breath import Breath, no_breath
 from sglang_moe_autotune.shapes import GEMMS, ConfigPair, Gemm, KernelConfig, MoeShape
 from sglang_moe_autotune.tried import Tried
 from sglang_moe_autotune.validity import pair_is_sound, shape_is_sound
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
     from pathlib import Path
 
     from sglang_moe_autotune.records import Environment
@@ -44,17 +50,24 @@ _MAX_FILES: Final = 256
 _MAX_PENDING: Final = 1024
 _LOCK_S: Final = 2.0
 _STALE_S: Final = 3600.0
-_BREATH_S: Final = 50e-6
-"""between two parts of a write: a thread that waits gets the interpreter after 5 ms otherwise"""
+_LATER_S: Final = 0.05
+"""after the end of a search: its record is written first, and whoever serves would wait for a part of each"""
 
 _Row = tuple[Gemm, tuple[int, int, int, int, int | None, int | None], float, int]
 
 
-class _Document(msgspec.Struct):
+class _Head(msgspec.Struct):
     schema: int
     environment_key: str
     shape: MoeShape
+
+
+class _Document(_Head):
     ms: dict[int, msgspec.Raw]
+
+
+_MS: Final = b',"ms":{'
+_END: Final = b"}}"
 
 
 class TrialLog:
@@ -68,6 +81,7 @@ class TrialLog:
         self._pending: dict[MoeShape, dict[int, list[Tried]]] = {}
         self._thread: threading.Thread | None = None
         self._busy = False
+        self._breathe = Breath()
         self._warned: set[str] = set()
         self._swept = False
 
@@ -97,6 +111,8 @@ class TrialLog:
                 self._busy = False
                 self._changed.notify_all()
                 self._changed.wait_for(lambda: self._pending)
+            time.sleep(_LATER_S)
+            with self._changed:
                 pending, self._pending = self._pending, {}
                 self._busy = True
             for shape, ms in pending.items():
@@ -113,27 +129,27 @@ class TrialLog:
         self._folder.mkdir(parents=True, exist_ok=True)
         if self._folder.is_symlink():
             raise OSError(errno.ELOOP, "it must be a folder, not a link: remove it", str(self._folder))
-        path = self._folder / file_name(self._key, shape)
+        path, breathe = self._folder / file_name(self._key, shape), self._breathe
+        breathe()
         with lock_file.hold(self._folder / ".lock", _LOCK_S):
+            breathe()
             self._sweep(self._folder)
-            document = _read(path, self._key)
+            document = _read(path, self._key, breathe)
             if isinstance(document, str):
                 raise ValueError(f"{path} is left alone, since {document}: move it away")  # noqa: TRY004 - it is data
             before = {} if document is None else document.ms
-            news = {}
-            for m, rows in fresh.items():
-                time.sleep(_BREATH_S)
-                news[m] = _encoded([*self._known(path, m, before), *rows])
-            time.sleep(_BREATH_S)
+            news = {m: _encoded([*self._known(path, m, before), *rows], breathe) for m, rows in fresh.items()}
+            breathe()
             kept = itertools.islice({**news, **{m: raw for m, raw in before.items() if m not in news}}.items(), MAX_MS)
-            text = msgspec.json.encode(_Document(SCHEMA, self._key, shape, dict(sorted(kept))))
+            text = _text(_Head(SCHEMA, self._key, shape), dict(sorted(kept)))
             if len(text) > MAX_BYTES:
                 raise ValueError(f"they would take {len(text)} bytes: remove {path}")
-            time.sleep(_BREATH_S)
+            breathe()
             whole_file.replace(path, text)
+            breathe()
 
     def _known(self, path: Path, m: int, before: dict[int, msgspec.Raw]) -> list[Tried]:
-        rows = _rows(m, before[m]) if m in before else []
+        rows = _rows(m, before[m], self._breathe) if m in before else []
         if isinstance(rows, str):
             raise ValueError(f"{path} is left alone, since {rows}: move it away")  # noqa: TRY004 - it is data
         return rows
@@ -145,6 +161,7 @@ class TrialLog:
         self._swept = True
         with contextlib.suppress(OSError):
             for path in folder.iterdir():
+                self._breathe()
                 old = time.time() - path.stat(follow_symlinks=False).st_mtime > _STALE_S
                 if old and whole_file.is_temporary(path.name):
                     path.unlink()
@@ -182,10 +199,11 @@ def read(root: Path, environment: Environment) -> dict[MoeShape, dict[int, list[
     return found
 
 
-def merged(rows: Iterable[Tried]) -> list[Tried]:
+def merged(rows: Iterable[Tried], breathe: Callable[[], None] = no_breath) -> list[Tried]:
     """Of each GEMM and config the trial with the most samples; of each GEMM the fastest, and they first."""
     most: dict[tuple[Gemm, KernelConfig], Tried] = {}
     for row in rows:
+        breathe()
         held = most.get((row.gemm, row.config))
         if held is None or (row.samples, -row.ratio) > (held.samples, -held.ratio):
             most[row.gemm, row.config] = row
@@ -205,13 +223,13 @@ def file_name(key: str, shape: MoeShape) -> str:
     return f"{key}-{name}-{digest}.json"
 
 
-def _read(path: Path, key: str) -> _Document | str | None:
+def _read(path: Path, key: str, breathe: Callable[[], None] = no_breath) -> _Document | str | None:
     """One file; the reason why it cannot be used; None where there is none. Raises OSError."""
     found = whole_file.read(path, follow=False)
     if found is None or len(found[0]) > MAX_BYTES:
         return found and f"it has more than {MAX_BYTES >> 20} MiB"
     try:
-        document = msgspec.json.decode(found[0], type=_Document)
+        document = _document(found[0], breathe)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         return f"it does not hold trials: {error}"
     if document.schema != SCHEMA:
@@ -221,16 +239,41 @@ def _read(path: Path, key: str) -> _Document | str | None:
     return document if shape_is_sound(document.shape) else "its shape makes no sense"
 
 
-def _rows(m: int, raw: msgspec.Raw) -> list[Tried] | str:
+def _text(head: _Head, ms: dict[int, msgspec.Raw]) -> bytes:
+    # One join: each further copy of a megabyte would keep the interpreter as long.
+    parts = [msgspec.json.encode(head).removesuffix(b"}"), _MS, b"\n"]
+    for m, raw in ms.items():
+        parts += [b'"%d":' % m, raw, b",\n"]
+    parts[-1] = b"\n"
+    return b"".join([*parts, _END])
+
+
+def _document(text: bytes, breathe: Callable[[], None]) -> _Document:
+    """Line by line where it is as ``_text`` writes it; no M has several then. Raises what msgspec raises."""
+    first, *lines = text.split(b"\n")
+    if not (first.endswith(_MS) and lines and lines.pop() == _END):
+        return msgspec.json.decode(msgspec.json.format(text, indent=-1), type=_Document)
+    document = msgspec.json.decode(first + _END, type=_Document)
+    for line in lines:
+        breathe()
+        document.ms.update(msgspec.json.decode(b"{%s}" % line.removesuffix(b","), type=dict[int, msgspec.Raw]))
+    return document
+
+
+def _rows(m: int, raw: msgspec.Raw, breathe: Callable[[], None] = no_breath) -> list[Tried] | str:
     """The trials of one M, or why they cannot be used."""
     try:
         rows = msgspec.json.decode(raw, type=list[_Row])
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         return f"M={m}: {error}"
-    tried = [Tried(gemm, KernelConfig(*config), ratio, samples) for gemm, config, ratio, samples in rows]
-    if not (1 <= m <= 1 << 24 and all(map(_is_sound, tried))):
-        return f"M={m}: its trials make no sense"
-    return tried
+    breathe()
+    tried: list[Tried] = []
+    for gemm, config, ratio, samples in rows:
+        breathe()
+        tried.append(row := Tried(gemm, KernelConfig(*config), ratio, samples))
+        if not _is_sound(row):
+            return f"M={m}: its trials make no sense"
+    return tried if 1 <= m <= 1 << 24 else f"M={m}: its trials make no sense"
 
 
 def _is_sound(row: Tried) -> bool:
@@ -238,10 +281,11 @@ def _is_sound(row: Tried) -> bool:
     return sound and pair_is_sound(ConfigPair(row.config, row.config), served=True)
 
 
-def _encoded(rows: Iterable[Tried]) -> msgspec.Raw:
+def _encoded(rows: Iterable[Tried], breathe: Callable[[], None]) -> msgspec.Raw:
     """The text of one M. A config with keys of its own (another GPU's) has no place in the table and is left out."""
-    packed = [
-        (row.gemm, msgspec.structs.astuple(row.config)[:6], round(row.ratio, 5), row.samples)
-        for row in merged(row for row in rows if not row.config.extra and _is_sound(row))
-    ]
+    packed = []
+    for row in merged((row for row in rows if not row.config.extra and _is_sound(row)), breathe):
+        breathe()
+        packed.append((row.gemm, msgspec.structs.astuple(row.config)[:6], round(row.ratio, 5), row.samples))
+    breathe()
     return msgspec.Raw(msgspec.json.encode(packed))

@@ -15,6 +15,14 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
+Identity = tuple[int, int, int]
+"""of a file as it is now: another one, or another text, has another"""
+
+
+def identity(status: os.stat_result) -> Identity:
+    return status.st_ino, status.st_mtime_ns, status.st_size
+
+
 def read(path: Path, *, follow: bool = True) -> tuple[bytes, os.stat_result] | None:
     """The file's text, at most one byte more than ``MAX_BYTES``, and its status; None where there is no file.
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any
 
+from sglang_moe_autotune.breath import Breath
+
 if TYPE_CHECKING:
     from collections.abc import Callable
     from types import FrameType
@@ -43,3 +45,26 @@ def native(call: Callable[[], object]) -> list[str]:
     finally:
         sys.setprofile(before)
     return sorted(names - {"setprofile"})
+
+
+def stretch(call: Callable[[], object]) -> int:
+    """The most lines of Python that ``call`` executes from one breath to the next, those before the first and after the
+    last one included."""
+    longest = count = 0
+
+    def trace(frame: FrameType, event: str, _argument: Any) -> Any:
+        nonlocal longest, count
+        if frame.f_code is Breath.__call__.__code__:
+            count = 0
+            return None
+        count += event == "line"
+        longest = max(longest, count)
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        call()
+    finally:
+        sys.settrace(before)
+    return longest

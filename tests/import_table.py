@@ -21,7 +21,7 @@ LAYERS: dict[str, Layer] = {
             "experience", "summary", "document", "record_rows", "validity", "heat", "bench", "budget",
             "job", "outcome", "patience", "regimes", "agenda", "looks", "consolidation", "measurement", "noise", "lags",
             "routings", "snapshot",
-            "accord", "checks", "votes", "hearsay", "epochs",
+            "accord", "checks", "votes", "hearsay", "epochs", "breath",
             "tally", "errand", "inspection", "source", "kernel_source", "contract", "fit", "matrix",
             "captures", "graph_contract",
             "pace", "marked", "idle_time", "fitting", "hindrance", "step_times",

@@ -19,9 +19,11 @@ import msgspec
 import pytest
 import record_values as v
 
-from sglang_moe_autotune import record_file
+from sglang_moe_autotune import record_file, whole_file
+from sglang_moe_autotune.council import Place
 from sglang_moe_autotune.document import decode
 from sglang_moe_autotune.errors import StoreError
+from sglang_moe_autotune.ranks import Ranks
 from sglang_moe_autotune.records import Contents, Record, demote, forget, pin
 from sglang_moe_autotune.store import Store, change, environments, file_name, read, relatives
 
@@ -433,3 +435,24 @@ def test_where_no_thread_can_start_a_record_waits_in_memory_for_one(
     store.submit(record=v.record(2))
     assert store.flush(30)
     assert len(Store.open(tmp_path, v.H200).contents.records) == 2
+
+
+def test_what_a_store_has_written_itself_is_taken_in(tmp_path: Path) -> None:
+    ours, other = Store.open(tmp_path, v.H200), Store.open(tmp_path, v.H200)
+    assert ours.path is not None
+    ours.submit(record=v.record(64))
+    assert ours.flush(5)
+    assert ours.taken_in(whole_file.identity(ours.path.stat()))
+    ranks, tried = Ranks(ours, Place(), "learned", 0.01), ours._tried
+    ranks.turn()
+    assert ours._tried == tried
+    assert not ours._asked, "a write of this process is followed by no other"
+    other.submit(record=v.record(128))
+    assert other.flush(5)
+    assert not ours.taken_in(whole_file.identity(ours.path.stat()))
+    ranks.turn()
+    assert ours._asked or ours._busy or ours._tried > tried
+    ours.refresh(5)
+    ranks.turn()
+    assert [record.M for record in ranks.news] == [128]
+    assert ours.taken_in(whole_file.identity(ours.path.stat()))

@@ -95,6 +95,26 @@ HEAD = {"schema": 1, "environment_key": environment_key(v.H200), "shape": msgspe
 ROW = ["up", [16, 32, 64, 1, 4, 3], 0.8, 5]
 
 
+def in_lines(*lines: str) -> bytes:
+    """A file as it is written, with these lines for the M."""
+    head = json.dumps(HEAD, separators=(",", ":")).removesuffix("}")
+    return "\n".join([f'{head},"ms":{{', ",\n".join(lines), "}}"]).encode()
+
+
+ROWS = json.dumps([ROW], separators=(",", ":"))
+
+
+def test_each_m_is_a_line_of_a_json_document_and_read_as_such(tmp_path: Path) -> None:
+    for m in (64, 8):
+        path = put(tmp_path, m, UP)
+    assert path.read_bytes() == in_lines(f'"8":{ROWS}', f'"64":{ROWS}')
+    document = json.loads(path.read_bytes())
+    assert list(document["ms"]) == ["8", "64"]
+    path.write_text(json.dumps(document, indent=1))
+    put(tmp_path, 16, DOWN)
+    assert read(tmp_path, v.H200) == {SHAPE: {8: [UP], 16: [DOWN], 64: [UP]}}, "whoever has laid it out"
+
+
 @pytest.mark.parametrize(
     "text",
     [
@@ -104,6 +124,10 @@ ROW = ["up", [16, 32, 64, 1, 4, 3], 0.8, 5]
         pytest.param(b"[" * 100_000, id="deep"),
         pytest.param(b" " * (MAX_BYTES + 1), id="large"),
         pytest.param(json.dumps({**HEAD, "ms": {"x": []}}).encode(), id="m-is-no-number"),
+        pytest.param(in_lines(f'"8":{ROWS}', f'"x":{ROWS}'), id="m-in-lines-is-no-number"),
+        pytest.param(in_lines(f'"8":{ROWS}', f'"64":{ROWS}')[:-20], id="torn-in-lines"),
+        pytest.param(in_lines(f'"8":{ROWS[:-1]}', f'"64":{ROWS}'), id="torn-line"),
+        pytest.param(in_lines(f'"8":{ROWS}}},{{"9":{ROWS}'), id="line-that-ends-early"),
         pytest.param(json.dumps({**HEAD, "schema": 2, "ms": {}}).encode(), id="newer"),
         pytest.param(json.dumps({**HEAD, "environment_key": "other", "ms": {}}).encode(), id="foreign"),
         pytest.param(json.dumps({**HEAD, "ms": {"64": [["up", [16, 32, 64, 1], 0.8, 5]]}}).encode(), id="short-row"),
