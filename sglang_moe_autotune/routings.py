@@ -40,7 +40,8 @@ def sampling(shape: MoeShape, M: int) -> Sampling:  # noqa: N803
 
 
 def _is_sparse(shape: MoeShape, M: int) -> bool:  # noqa: N803
-    return M * shape.top_k < _SPARSE * shape.E
+    # Of the tokens' choices, half or less fall to the experts of this rank.
+    return M * shape.top_k < _SPARSE * shape.E * (2 if shape.ep else 1)
 
 
 class Sampling(NamedTuple):

@@ -6,6 +6,7 @@ import math
 import random
 import statistics
 
+import msgspec
 import pytest
 import synthetic
 from hypothesis import given
@@ -25,6 +26,11 @@ SHAPE = synthetic.bf16_shape(E=256, top_k=8)
 def test_where_some_experts_have_no_token_a_sample_holds_a_launch_with_each_routing(M: int, many: bool) -> None:  # noqa: N803
     assert timed(SHAPE, M) == (MANY if many else FEW)
     assert sampling(SHAPE, M) == ((len(MANY), 1) if many else (1, len(FEW)))
+
+
+def test_with_expert_parallelism_a_rank_has_half_of_the_choices_or_less() -> None:
+    local = msgspec.structs.replace(synthetic.bf16_shape(E=128, top_k=8), ep=True)
+    assert [sampling(local, M).per_sample for M in (127, 128)] == [8, 1]
 
 
 def test_more_routings_have_the_same_share_of_skewed_ones() -> None:
