@@ -288,8 +288,9 @@ def test_a_library_that_the_loader_cannot_load_is_found_out(monkeypatch: pytest.
     library = tmp_path / "lib.so"
     (package / "utils.py").write_text(f"def get_binary_path_from_package(_): return {str(library)!r}\n")
     monkeypatch.syspath_prepend(tmp_path)
-    for name in ("torch_memory_saver", "torch_memory_saver.utils"):
-        monkeypatch.delitem(sys.modules, name, raising=False)
+    for name in ("torch_memory_saver", "torch_memory_saver.utils"):  # set first, so that what is imported does not stay
+        monkeypatch.setitem(sys.modules, name, sys)
+        monkeypatch.delitem(sys.modules, name)
     library.write_bytes(b"no library")
     environ, why = gpu_soak.saver_environ()
     assert environ == {}
