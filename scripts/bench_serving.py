@@ -582,6 +582,9 @@ def draw(findings: dict[str, Any], path: Path) -> str:
         axes.set_xlabel(label)
         axes.grid(alpha=0.3)
     right.set_xscale("log")
+    right.set_xticks([0.3, 0.5, 1, 2, 5, 10])
+    right.xaxis.set_major_formatter("{x:g}")
+    right.xaxis.set_minor_formatter("")
     left.set_ylabel("share of requests")
     left.legend(loc="lower right", fontsize=8)
     share = findings["ttft"]["share_met"]
