@@ -67,14 +67,16 @@ class Launches:
         return self._candidates[place]
 
     def check_table(self, gemm: Gemm, config: KernelConfig) -> None:
-        """Record the launch with the last routing too. Raises Declined where its arguments are not those of the table:
-        SGLang then derives something from a routing that swapping its tensors does not bring along."""
+        """Record the launch with the last routing too. Raises Declined where its arguments are not those of the table,
+        or its grid is another: SGLang then derives something from a routing that swapping its tensors does not bring
+        along."""
         candidate = self.candidate(gemm, config)
         assert not isinstance(candidate, str)  # noqa: S101 - for the type checker
         made = self._record(gemm, config, 0, self.routings[-1])[0]
         recorded = launch.binary_of(made, self._device, candidate.binary)
         mine, theirs = (list(map(launch.address, args)) for args in (candidate.table[-1][0], recorded.bound))
-        if recorded.hash != candidate.binary.hash or mine != theirs:
+        same_kernel = recorded.hash == candidate.binary.hash and made.grid == candidate.recorded.grid
+        if not same_kernel or mine != theirs:
             raise Declined(f"the {gemm} launch depends on the routing in a way that is not known")
 
     def forget(self, count: int) -> bool:

@@ -297,7 +297,16 @@ def derived(fault: str) -> list[str]:
 
     bed = builtins.open_bench(3, 4)  # type: ignore[attr-defined]
     held = bed.bench._provider.recorder
-    if fault:
+    if fault == "a grid":
+        record, made = held.record, []
+
+        def recording(*args: object, **named: object) -> object:
+            """As a release would that launches as many blocks as a routing fills."""
+            made.append(record(*args, **named))
+            return made[-1]._replace(grid=(len(made),))
+
+        held.record = recording
+    elif fault:
         kept = held._copy
 
         def copying(*args: object, **named: object) -> object:
@@ -321,8 +330,9 @@ def test_a_release_that_derives_a_tensor_from_a_routing_is_declined_and_not_meas
 ) -> None:
     scheduler.run(prepare)
     assert scheduler.run(derived, "") == []
-    [reason] = scheduler.run(derived, "a copy")
-    assert "depends on the routing" in reason
+    for fault in ("a copy", "a grid"):
+        [reason] = scheduler.run(derived, fault)
+        assert "depends on the routing" in reason
 
 
 def slow_things() -> list[list[str]]:
