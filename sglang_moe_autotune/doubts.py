@@ -190,6 +190,8 @@ class Doubts:
         assert self._checks is not None  # noqa: S101 - ``ready`` said yes
         assert self._tuner is not None  # noqa: S101 - as above
         if not self._checks.busy:
+            if not self._tuner.give_way():
+                return "worked"
             self._let_go()
         before_s = self._checks.gpu_s
         try:

@@ -105,14 +105,14 @@ class Tuner:
         key = (record.shape, record.M)
         self._prior.learn(record, here=True)
         if self._agenda.store(record) and self._current is not None and self._current.key == key:
-            self.abandon()
+            self.give_way()
         if (experience := self._experience.get(record.shape)) is not None:
             experience.recall(record)
 
     def settled(self, shape: MoeShape, M: int) -> None:  # noqa: N803
         """Never tune this M, whatever its baseline."""
         if self._current is not None and self._current.key == (shape, M):
-            self.abandon()
+            self.give_way()
         self._agenda.close((shape, M))
 
     @property

@@ -70,12 +70,17 @@ class Bed:
         self.store = Store.open(None, H200)
         self.learned: list[Record] = []
         self.let_go = 0
-        self.tuner: Any = SimpleNamespace(gpu_s=0.0, learn=self.learned.append)
+        self.steps_to_give_way = 0
+        self.tuner: Any = SimpleNamespace(gpu_s=0.0, learn=self.learned.append, give_way=self._give_way)
         self.doubts = Doubts(self.overlay, self.recapture, lambda: {"decode": graphs})
         self.doubts.join(self.store, ReplayProvider(RECORDED, polls=1), self.tuner, self._let_go, alone, 500.0)
         self.doubts.steps.on = True
         self.now_s = 0.0
         self.look()
+
+    def _give_way(self) -> bool:
+        self.steps_to_give_way = max(0, self.steps_to_give_way - 1)
+        return self.steps_to_give_way == 0
 
     def _let_go(self) -> None:
         self.let_go += 1
@@ -133,6 +138,18 @@ def test_a_row_that_holds_on_the_bench_comes_back_and_is_doubted_no_more(caplog:
     assert bed.served == bed.record.pair
     assert bed.idle() == 0
     assert bed.store.contents.records[SHAPE, M] == bed.record
+
+
+def test_the_bench_of_a_search_is_given_back_a_step_at_a_time_before_a_row_is_measured_again() -> None:
+    bed = slowed()
+    bed.steps_to_give_way = 5
+    for _ in range(4):
+        assert bed.doubts.ready(deep_idle=True)
+        assert bed.doubts.step(deep_idle=True) == "worked"
+        assert bed.let_go == 0, "what is left is not closed at once"
+    bed.idle()
+    assert bed.let_go == 1
+    assert bed.served == bed.record.pair
 
 
 def test_a_row_that_the_bench_refuses_is_demoted_and_no_older_copy_brings_it_back() -> None:

@@ -694,6 +694,19 @@ def test_a_bench_is_given_back_a_step_at_a_time_before_the_next_one_is_opened() 
     assert bed.provider.open_benches == 0
 
 
+def test_a_bench_whose_m_is_decided_elsewhere_is_given_back_a_step_at_a_time() -> None:
+    for end in (lambda tuner: tuner.learn(stored(12)), lambda tuner: tuner.settled(SHAPE, 12)):
+        bed = Bed(lingering()).add(12)
+        for _ in range(50):
+            bed.tuner.step(deep_idle=True)
+        assert bed.tuner.snapshot().current == (SHAPE.slug, 12)
+        bed.provider.calls.clear()
+        end(bed.tuner)
+        assert bed.provider.calls == [], "telling it costs no slice"
+        bed.finish()
+        assert bed.provider.calls == [*["wind_down"] * 3, "close"]
+
+
 def test_what_is_being_given_back_is_closed_at_once_where_it_must_be() -> None:
     bed = Bed(lingering(1000)).add(3)
     while "wind_down" not in bed.provider.calls:
@@ -800,7 +813,7 @@ def test_a_further_look_ends_where_another_decides_of_its_m() -> None:
     assert bed.provider.open_benches == 1
     baseline = LANDSCAPE.baselines[12].pair
     bed.tuner.learn(stored(12, "baseline", pair=baseline, evidence=evidence))  # one rank refused it
-    assert bed.provider.open_benches == 0
+    assert bed.tuner.snapshot().current is None
     bed.finish()
     for record in bed.records:  # what is found now was measured against what is served now
         assert record.verdict == "faster"
@@ -834,7 +847,7 @@ def test_c23_what_another_process_decided_in_the_meantime_is_taken_over() -> Non
         bed.tuner.step(deep_idle=True)
     assert bed.tuner.snapshot().current == (SHAPE.slug, 512)
     bed.tuner.learn(stored(512))
-    assert bed.provider.open_benches == 0
+    assert bed.tuner.snapshot().current is None
     bed.finish()
     assert set(last(bed.records)) == {12}
 
