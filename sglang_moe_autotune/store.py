@@ -69,14 +69,14 @@ class Store:
             contents = store._file.read()
         except (OSError, ValueError) as error:
             store._no_disk(error)
-            return store
-        if isinstance(contents, Unreadable) and contents.state == "newer":
-            store._leave_alone(contents.reason)
-        elif isinstance(contents, Contents) and contents.environment == environment:
-            store._contents = contents
-        elif contents is not None:
-            store._change()  # the writer sets the broken file aside
-        store._breath.needed = True
+        else:
+            if isinstance(contents, Unreadable) and contents.state == "newer":
+                store._leave_alone(contents.reason)
+            elif isinstance(contents, Contents) and contents.environment == environment:
+                store._contents = contents
+            elif contents is not None:
+                store._change()  # the writer sets the broken file aside
+        store._breath.needed = True  # also after an error: later writes may succeed
         atexit.register(_flush_at_exit, weakref.ref(store))
         return store
 

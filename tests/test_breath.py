@@ -214,3 +214,20 @@ def test_nobody_else_waits_while_a_store_is_opened(tmp_path: Path, monkeypatch: 
     store.submit(record=v.record(99))
     assert store.close(10)
     assert slept
+
+
+def test_a_store_that_could_not_be_read_is_written_in_parts_later_and_at_exit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr("atexit.register", lambda *call: asked.append(call))
+    with monkeypatch.context() as away:
+        away.setattr(RecordFile, "read", lambda _: (_ for _ in ()).throw(OSError(5, "the disk is away")))
+        store = Store.open(tmp_path, v.H200)
+    slept: list[float] = []
+    monkeypatch.setattr(breath, "time", SimpleNamespace(perf_counter=time.perf_counter, sleep=slept.append))
+    store.submit(record=v.record(99))
+    assert store.flush(10)
+    assert slept
+    assert asked, "nothing is lost where this process ends"
+    assert store.close(10)
