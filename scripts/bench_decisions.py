@@ -20,6 +20,7 @@ from sglang_moe_autotune.decision import PairedTest
 from sglang_moe_autotune.landscape import Baseline, Landscape, load, shipped
 from sglang_moe_autotune.prior import Prior
 from sglang_moe_autotune.replay import ReplayBench, ReplayProvider
+from sglang_moe_autotune.routings import Sampling
 from sglang_moe_autotune.shapes import GEMMS, ConfigPair, KernelConfig, MoeShape
 from sglang_moe_autotune.simulate import simulate
 
@@ -53,12 +54,12 @@ def two_names(slower: float) -> Landscape:
 
 
 def decide(landscape: Landscape, M: int, seed: int, noise_percent: float, model: NoiseModel) -> list[bool]:  # noqa: N803
-    """What the first and the second test say: True for faster."""
+    """What the first and the second test say: True for faster. Samples are put together as a job does it."""
     provider = ReplayProvider(landscape, seed, noise_percent, noise_model=model)
     bench = ReplayBench(provider, M, ConfigPair(BASELINE, BASELINE))
     outcomes = []
-    for _ in range(2):
-        test = PairedTest(0.01, sampling=bench.sampling)
+    for sampling in (Sampling(bench.sampling.per_sample), bench.sampling):
+        test = PairedTest(0.01, sampling=sampling)
         while test.outcome == "undecided":
             for gemm, count in zip(GEMMS, test.wanted, strict=True):
                 if count:

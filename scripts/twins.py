@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from sglang_moe_autotune.bench import Declined
 from sglang_moe_autotune.decision import PairedTest
 from sglang_moe_autotune.job import JobOptions
+from sglang_moe_autotune.routings import Sampling
 from sglang_moe_autotune.search_space import filled
 from sglang_moe_autotune.shapes import GEMMS, ConfigPair
 
@@ -61,8 +62,10 @@ class Twins:
             if state == "failed":
                 raise Declined(bench.reason(gemm, twin.of(gemm)))
         while self.counts["decisions"] < until:
-            first = yield from self._test(bench, twin)
-            both = first.outcome == "faster" and (yield from self._test(bench, twin)).outcome == "faster"
+            first = yield from self._test(bench, twin, Sampling(bench.sampling.per_sample))
+            both = False
+            if first.outcome == "faster":
+                both = (yield from self._test(bench, twin, bench.sampling)).outcome == "faster"
             self.counts["decisions"] += 1
             self.counts["first_test_faster"] += first.outcome == "faster"
             self.counts["both_tests_faster"] += both
@@ -71,8 +74,9 @@ class Twins:
             seen = [*place["baseline_us"], round(first.baseline_us, 2)]
             place["baseline_us"] = [min(seen), max(seen)]  # how far the clocks drifted
 
-    def _test(self, bench: Bench, twin: ConfigPair) -> Generator[Progress, None, PairedTest]:
-        test, dirty = PairedTest(self._options.min_gain, self._options.error_rate, sampling=bench.sampling), 0
+    def _test(self, bench: Bench, twin: ConfigPair, sampling: Sampling) -> Generator[Progress, None, PairedTest]:
+        """As a job makes it; the first one may go by single launches."""
+        test, dirty = PairedTest(self._options.min_gain, self._options.error_rate, sampling=sampling), 0
         while test.outcome == "undecided":
             for gemm, count in zip(GEMMS, test.wanted, strict=True):
                 if count:

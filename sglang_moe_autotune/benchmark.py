@@ -181,7 +181,7 @@ class DeviceBench:
             self._expected_us[gemm, incumbent] = statistics.median(s.baseline_us for s in timed.samples)
         if first:  # its instructions were cold; now its length is known, and the next slice can hold more
             return [s for s in timed.samples if s.candidate_us >= HOPELESS * s.baseline_us]
-        return turns.add(timed.samples, timed.inner)
+        return turns.add(timed.samples, timed.inner)[:count]
 
     def _endless(self, gemm: Gemm, config: KernelConfig, timed: Timed, baseline_us: float) -> bool:
         """Refuse what took so long in its one launch that it must not have a second one."""

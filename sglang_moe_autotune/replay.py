@@ -120,7 +120,7 @@ class ReplayBench:
         fitting = max(1, min(turns.pairs(count), int(SLICE_US / (ours_us + theirs_us))))
         times = self._provider.noise.slice(ours_us, theirs_us, fitting)
         self._spend(sum(map(sum, times)))
-        return turns.add(times)
+        return turns.add(times)[:count]
 
     def compare(self, pair: ConfigPair, case: int) -> Comparison | None:  # noqa: ARG002 - outputs were not recorded
         runs = self._share.runs

@@ -142,6 +142,19 @@ def test_a_recording_is_read_as_a_device_would_be() -> None:
     assert len({round(n) for n in pairs.values()}) == 2, pairs
 
 
+def test_of_a_hopeless_config_come_no_more_samples_than_were_asked_for() -> None:
+    """Each of its times is one by itself, and a slice holds as many as a sample of another config would need."""
+    M, tile = 3, LANDSCAPE.baselines[3].pair.up  # noqa: N806
+    slow = next(c for c in LANDSCAPE.candidates if c != tile)
+    times = {**LANDSCAPE.up_us[M], slow: 5 * LANDSCAPE.baselines[M].up_us}
+    known = msgspec.structs.replace(LANDSCAPE, up_us={**LANDSCAPE.up_us, M: times})
+    provider = ReplayProvider(known, noise_percent=2.0, polls=1)
+    bench = provider.open(known.shape, M, known.baselines[M].pair)
+    assert not isinstance(bench, str)
+    bench.measure("up", slow, 1)
+    assert max(len(bench.measure("up", slow, 1)) for _ in range(20)) == 1
+
+
 def test_shipped_recordings_have_both_kinds() -> None:
     sizes = {sampling(known.shape, M) for known in map(landscape.load, landscape.shipped()) for M in known.ms}
     assert sizes == {(1, 4), (8, 1)}
