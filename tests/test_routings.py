@@ -144,10 +144,11 @@ def test_a_recording_is_read_as_a_device_would_be() -> None:
 
 def test_of_a_hopeless_config_come_no_more_samples_than_were_asked_for() -> None:
     """Each of its times is one by itself, and a slice holds as many as a sample of another config would need."""
-    M, tile = 3, LANDSCAPE.baselines[3].pair.up  # noqa: N806
-    slow = next(c for c in LANDSCAPE.candidates if c != tile)
-    times = {**LANDSCAPE.up_us[M], slow: 5 * LANDSCAPE.baselines[M].up_us}
-    known = msgspec.structs.replace(LANDSCAPE, up_us={**LANDSCAPE.up_us, M: times})
+    M, own = 3, LANDSCAPE.baselines[3]  # noqa: N806
+    slow = next(c for c in LANDSCAPE.candidates if c not in (own.pair.up, own.pair.down))
+    up_us = {**LANDSCAPE.up_us, M: {**LANDSCAPE.up_us[M], slow: 40.0}}
+    baselines = {**LANDSCAPE.baselines, M: msgspec.structs.replace(own, up_us=10.0)}
+    known = msgspec.structs.replace(LANDSCAPE, up_us=up_us, baselines=baselines)
     provider = ReplayProvider(known, noise_percent=2.0, polls=1)
     bench = provider.open(known.shape, M, known.baselines[M].pair)
     assert not isinstance(bench, str)
