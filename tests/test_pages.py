@@ -11,7 +11,7 @@ import pytest
 
 from sglang_moe_autotune.cli import main
 from sglang_moe_autotune.decision import LOOKS, looks
-from sglang_moe_autotune.routings import MANY
+from sglang_moe_autotune.routings import FEW, MANY
 from sglang_moe_autotune.search import SearchOptions
 from sglang_moe_autotune.search_space import full_space
 from sglang_moe_autotune.settings import NUMBERS, PREFIX, Settings
@@ -56,6 +56,8 @@ def test_the_figures_on_how_it_decides_are_those_of_the_code() -> None:
     assert f"after {', '.join(map(str, first))} and {last} samples" in text
     assert "with samples of eight pairs the last two are left out" in text
     assert (len(MANY), looks(len(MANY))) == (8, LOOKS[:-2])
+    assert "where four samples of one pair count as one, the last." in text
+    assert (len(FEW), looks(len(FEW))) == (4, LOOKS[:-1])
     assert f"an error rate of {100 * TunerOptions().error_rate:g} %" in text
     assert f"at least {100 * TunerOptions().min_gain:g} %" in text
     assert f"at most {SearchOptions().compiled_per_shape} configs are compiled" in text
