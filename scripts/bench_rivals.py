@@ -15,12 +15,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sglang_moe_autotune import noise
 from sglang_moe_autotune.replay import SLICE_US
+from sglang_moe_autotune.routings import Round, sampling
 from sglang_moe_autotune.search_space import AXES, full_space, tiles
 from sglang_moe_autotune.shapes import GEMMS, ConfigPair, Gemm, KernelConfig
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from sglang_moe_autotune.bench import Sample
     from sglang_moe_autotune.landscape import Landscape
     from sglang_moe_autotune.noise import NoiseModel
     from sglang_moe_autotune.prior import Prior
@@ -76,15 +78,17 @@ class Field:
         return _FAILED if failed else math.log(total)
 
     def _paired(self, M: int, gemm: Gemm, us: float, count: int) -> float:  # noqa: N803
-        baseline = self.landscape.baselines[M]
+        """The mean of so many samples, each as large as the search's."""
+        baseline, size = self.landscape.baselines[M], sampling(self.landscape.shape, M).per_sample
         theirs_us = baseline.up_us if gemm == "up" else baseline.down_us
-        logs: list[float] = []
-        while len(logs) < count:
-            fitting = max(1, min(count - len(logs), int(SLICE_US / (us + theirs_us))))
-            samples = self._noise.slice(us, theirs_us, fitting)
-            self.gpu_s += sum(map(sum, samples)) * 1e-6
-            logs += [math.log(ours / theirs) for ours, theirs in samples]
-        return sum(logs) / len(logs)
+        turns = Round(size)
+        samples: list[Sample] = []
+        while len(samples) < count:
+            fitting = max(1, min(turns.pairs(count - len(samples)), int(SLICE_US / (us + theirs_us))))
+            times = self._noise.slice(us, theirs_us, fitting)
+            self.gpu_s += sum(map(sum, times)) * 1e-6
+            samples += turns.add(times)
+        return sum(math.log(ours / theirs) for ours, theirs in samples) / len(samples)
 
     def _note(self, M: int, gemm: Gemm, config: KernelConfig, log: float) -> None:  # noqa: N803
         key, cost = (M, gemm, config.BLOCK_SIZE_M), self._share(M, gemm) * math.exp(log)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import gzip
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -19,6 +20,7 @@ import bench_rivals
 import bench_search
 
 from sglang_moe_autotune.landscape import Landscape, load, shipped
+from sglang_moe_autotune.routings import sampling
 
 SCRIPTS = Path(bench_search.__file__).resolve().parent
 LANDSCAPE = synthetic.landscape(ms=(8, 512), ruggedness=0.02)
@@ -76,6 +78,16 @@ def test_a_rival_keeps_to_its_budget(budget: tuple[int, float]) -> None:
     assert trace[-1].compiled <= budget[0]
     assert trace[-2].gpu_s < budget[1]
     assert trace[-1].compiled == budget[0] or trace[-1].gpu_s >= budget[1]
+
+
+def test_a_rival_pays_for_a_sample_what_the_search_pays() -> None:
+    sizes = set()
+    for M, own in LANDSCAPE.baselines.items():  # noqa: N806
+        field = bench_rivals.Field(LANDSCAPE, 0, 0.0, "launch")
+        assert field._paired(M, "up", 0.9 * own.up_us, 2) == pytest.approx(math.log(0.9))
+        sizes.add(size := sampling(LANDSCAPE.shape, M).per_sample)
+        assert field.gpu_s * 1e6 == pytest.approx(2 * size * 1.9 * own.up_us)
+    assert sizes == {1, 8}
 
 
 def test_a_rival_that_sees_all_without_noise_chooses_the_best() -> None:
