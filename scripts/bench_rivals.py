@@ -79,13 +79,13 @@ class Field:
 
     def _paired(self, M: int, gemm: Gemm, us: float, count: int) -> float:  # noqa: N803
         """The mean of so many samples, each as large as the search's."""
-        baseline, size = self.landscape.baselines[M], sampling(self.landscape.shape, M).per_sample
+        baseline = self.landscape.baselines[M]
         theirs_us = baseline.up_us if gemm == "up" else baseline.down_us
-        turns = Round(size)
+        turns = Round(sampling(self.landscape.shape, M))
         samples: list[Sample] = []
         while len(samples) < count:
             fitting = max(1, min(turns.pairs(count - len(samples)), int(SLICE_US / (us + theirs_us))))
-            times = self._noise.slice(us, theirs_us, fitting)
+            times = self._noise.slice(us, theirs_us, fitting, begins=turns.begins)
             self.gpu_s += sum(map(sum, times)) * 1e-6
             samples += turns.add(times)
         return sum(math.log(ours / theirs) for ours, theirs in samples) / len(samples)

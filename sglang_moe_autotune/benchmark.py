@@ -162,10 +162,11 @@ class DeviceBench:
             sides = self._launches.side(gemm, config), self._launches.side(gemm, incumbent)
             if first and not journal.begin(self._first(gemm, config)):
                 return []
-            turns = self._rounds.setdefault((gemm, config), Round(self.sampling.per_sample))
+            turns = self._rounds.setdefault((gemm, config), Round(self.sampling))
             pairs = turns.pairs(count, inner_launches(expected))
+            rotation, slice_us = self._launches.rotation, self._provider.slice_us
             timed = self._provider.timer.time(
-                *sides, self._launches.rotation, expected, pairs, self._provider.slice_us, turns.launched
+                *sides, rotation, expected, pairs, slice_us, turns.launched, begins=turns.begins
             )
         except REFUSALS as error:
             torch.cuda.current_stream().synchronize()  # raises where the device is lost: then nothing helps

@@ -17,8 +17,9 @@ NoiseModel = Literal["launch", "idle"]
 class Noise(Protocol):
     """Asked slice by slice; deterministic for a seed and the same questions."""
 
-    def slice(self, candidate_us: float, baseline_us: float, count: int) -> list[Sample]:
-        """``count`` pairs whose two launches truly take these times, as one slice would read them."""
+    def slice(self, candidate_us: float, baseline_us: float, count: int, *, begins: bool = True) -> list[Sample]:
+        """``count`` pairs whose two launches truly take these times, as one slice would read them that begins with the
+        candidate, or does not."""
 
 
 class LaunchNoise:
@@ -27,7 +28,9 @@ class LaunchNoise:
     def __init__(self, sigma: float, rng: random.Random) -> None:
         self._sigma, self._rng = sigma, rng
 
-    def slice(self, candidate_us: float, baseline_us: float, count: int) -> list[Sample]:
+    def slice(
+        self, candidate_us: float, baseline_us: float, count: int, *, begins: bool = True  # noqa: ARG002 - no clocks
+    ) -> list[Sample]:
         return [Sample(self._launch(candidate_us), self._launch(baseline_us)) for _ in range(count)]
 
     def _launch(self, us: float) -> float:
@@ -57,25 +60,23 @@ class IdleNoise:
 
     The clock drifts, steps between slices, now and then within one; the first launches after idling are cold;
     one launch in a hundred is held up, by up to several times its length. The two launches of a pair run one after
-    the other, in the order A-B, B-A, B-A, A-B, and each feels the clock of its own moment.
+    the other, each side first in turn, and each feels the clock of its own moment.
     """
 
     def __init__(self, sigma: float, rng: random.Random) -> None:
         self._sigma, self._rng = sigma, rng
-        self._level, self._drift, self._turn = 1.0, 0.0, 0
+        self._level, self._drift = 1.0, 0.0
 
-    def slice(self, candidate_us: float, baseline_us: float, count: int) -> list[Sample]:
+    def slice(self, candidate_us: float, baseline_us: float, count: int, *, begins: bool = True) -> list[Sample]:
         rng = self._rng
         if rng.random() < _STEP_BETWEEN:
             self._level = rng.choice(_LEVELS)
         step_at = rng.randrange(2 * count) if rng.random() < _STEP_WITHIN else -1
         cold = _COLD if rng.random() < _IDLED else 0.0
         samples, launched = [], 0
-        for _ in range(count):
-            candidate_first = self._turn % 4 in (0, 3)
-            self._turn += 1
+        for pair in range(count):
             times_us = [0.0, 0.0]
-            for side in (0, 1) if candidate_first else (1, 0):
+            for side in (0, 1) if begins == (pair % 2 == 0) else (1, 0):
                 if launched == step_at:
                     self._level = rng.choice(_LEVELS)
                 us = (candidate_us, baseline_us)[side] * (1 + cold)

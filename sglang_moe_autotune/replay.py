@@ -116,9 +116,9 @@ class ReplayBench:
             self._loaded.add((gemm, config))
             self._spend(ours_us)
             return []
-        turns = self._rounds.setdefault((gemm, config), Round(self.sampling.per_sample))
+        turns = self._rounds.setdefault((gemm, config), Round(self.sampling))
         fitting = max(1, min(turns.pairs(count), int(SLICE_US / (ours_us + theirs_us))))
-        times = self._provider.noise.slice(ours_us, theirs_us, fitting)
+        times = self._provider.noise.slice(ours_us, theirs_us, fitting, begins=turns.begins)
         self._spend(sum(map(sum, times)))
         return turns.add(times)[:count]
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 from sglang_moe_autotune.bench import Sample
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Sequence
 
     from sglang_moe_autotune.shapes import MoeShape
 
@@ -56,21 +56,28 @@ class Sampling(NamedTuple):
 class Round:
     """Puts the launches of one trial together to samples."""
 
-    def __init__(self, size: int) -> None:
-        """size: launches of each side in a sample."""
-        self._size = size
+    def __init__(self, sampling: Sampling) -> None:
+        self._size, self._routings = sampling.per_sample, sampling.per_sample * sampling.per_round
         self.launched = 0
         """of each side so far: says which routing is next"""
+        self._slices = 0
         self._held: list[tuple[Sample, int]] = []
 
     def pairs(self, samples: int, inner: int = 1) -> int:
         """Pairs of times, each over ``inner`` launches of a side, that so many samples need."""
         return math.ceil(self._lacks / inner) + (samples - 1) * math.ceil(self._size / inner)
 
-    def add(self, times: Iterable[Sample], inner: int = 1) -> list[Sample]:
-        """The samples that are complete with these times, which are means over ``inner`` launches of a side, or that
-        need no more of them."""
+    @property
+    def begins(self) -> bool:
+        """Does the candidate begin the next slice? The first launches of a slice may be slower than the others, so each
+        side begins as many slices: A, B, B, A, ..., and the other way round with each round of the routings."""
+        return (self._slices + self.launched // self._routings) % 4 in (0, 3)
+
+    def add(self, times: Sequence[Sample], inner: int = 1) -> list[Sample]:
+        """The samples that are complete with a slice's times, which are means over ``inner`` launches of a side, or
+        that need no more of them."""
         found = []
+        self._slices += bool(times)
         for time in times:
             self.launched += inner
             self._held.append((time, inner))

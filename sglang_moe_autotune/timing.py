@@ -41,17 +41,14 @@ class Planned(NamedTuple):
     layer: int
 
 
-def plan(before: int, launched: int, inner: int, rotation: Rotation) -> list[Planned]:
-    """The launches of one turn: ``inner`` of each side, both with the same routings.
+def plan(first: bool, before: int, launched: int, inner: int, rotation: Rotation) -> list[Planned]:
+    """The launches of one pair: ``inner`` of each side, both with the same routings, the candidate's first or not.
 
-    A-B, B-A, B-A, A-B, ...: a drift meets both sides alike. Routings go round for each trial by itself, so that the
-    first launches of two trials are comparable: ``before`` counts those of each side before this turn. With each round
-    they meet the sides in another order. Layers go round over all launches, whichever side makes them, so that each
-    launch finds in the L2 cache what any other finds there: weights that were last drawn through it a whole round ago.
-    ``launched`` counts the launches before this turn.
+    Routings go round for each trial by itself, so that the first launches of two trials are comparable: ``before``
+    counts those of each side before this pair. Layers go round over all launches, whichever side makes them, so that
+    each launch finds in the L2 cache what any other finds there: weights that were last drawn through it a whole round
+    ago. ``launched`` counts the launches before this pair.
     """
-    turn = before // inner + (before // rotation.routings if inner < rotation.routings else 0)
-    first = turn % 4 in (0, 3)
     routings = [(before + step) % rotation.routings for step in range(inner)]
     sides = [(side, routing) for side in (first, not first) for routing in routings]
     return [Planned(*pair, (launched + i) % rotation.layers) for i, pair in enumerate(sides)]
@@ -119,11 +116,14 @@ class PairTimer:
         count: int,
         slice_us: float,
         before: int = 0,
+        *,
+        begins: bool = True,
     ) -> Timed:
         """Up to ``count`` pairs, as many as fit ``slice_us``, at least one.
 
         expected_us: what one launch of each side is thought to take; infinite for a candidate that has never run,
         which then gets one launch alone. before: launches of each side that this trial had so far, see ``plan``.
+        begins: the slice begins with the candidate; the sides come first in turn.
         """
         unknown = expected_us[0] == float("inf")
         short, inner = min(expected_us) < _SHORT_LAUNCH_US, inner_launches(expected_us)
@@ -136,7 +136,7 @@ class PairTimer:
         events = self._take_events(2 * pairs + 2)
         plans = []
         for pair in range(pairs):
-            plans.append(plan(before + pair * inner, self._launched, inner, rotation))
+            plans.append(plan(begins == (pair % 2 == 0), before + pair * inner, self._launched, inner, rotation))
             self._launched += 2 * inner
         hidden = len(plans) * len(plans[0]) if short else 1
         made, starved, host_us = 0, False, 0.0

@@ -16,7 +16,8 @@ MODELS = get_args(NoiseModel)
 
 def pairs(model: NoiseModel, slices: int, count: int = 4, seed: int = 0) -> list[tuple[float, float]]:
     noise = make(model, 0.02, random.Random(seed))  # noqa: S311 - no secret
-    return [pair for _ in range(slices) for pair in noise.slice(90.0, 100.0, count)]
+    begins = [number % 4 in (0, 3) for number in range(slices)]
+    return [pair for first in begins for pair in noise.slice(90.0, 100.0, count, begins=first)]
 
 
 @pytest.mark.parametrize("count", [1, 3, 4])

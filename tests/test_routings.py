@@ -41,7 +41,7 @@ def test_more_routings_have_the_same_share_of_skewed_ones() -> None:
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=8), st.sampled_from([1, 4]), st.integers(1, 8))
 def test_slices_of_any_size_make_samples_of_whole_rounds(slices: list[int], inner: int, size: int) -> None:
-    turns, samples, launched = Round(size), 0, 0
+    turns, samples, launched = Round(Sampling(size)), 0, 0
     for pairs in slices:
         samples += len(turns.add([Sample(1.0, 1.0)] * pairs, inner))
         launched += pairs * inner
@@ -52,14 +52,32 @@ def test_slices_of_any_size_make_samples_of_whole_rounds(slices: list[int], inne
     assert turns.pairs(1, inner) == math.ceil(size / inner), "no more than were asked for"
 
 
+@given(st.integers(1, 9), st.sampled_from([Sampling(8, 1), Sampling(1, 4)]), st.integers(8, 60))
+def test_each_side_begins_half_of_the_slices_whatever_their_size(size: int, sampled: Sampling, rounds: int) -> None:
+    turns, begun, per_round = Round(sampled), [], sampled.per_sample * sampled.per_round
+    while turns.launched < 4 * rounds * per_round:
+        begun.append(turns.begins)
+        turns.add([Sample(1.0, 1.0)] * min(size, turns.pairs(1 + rounds)))
+    assert abs(sum(begun) / len(begun) - 0.5) <= 0.5 / min(len(begun), rounds) ** 0.5
+    assert True in begun[:4]
+    assert False in begun[:4]
+
+
+def test_a_slice_without_times_is_begun_again_by_the_same_side() -> None:
+    turns = Round(Sampling(8))
+    begun = turns.begins
+    assert turns.add([]) == []
+    assert turns.begins == begun
+
+
 def test_a_sample_is_the_mean_over_the_routings_of_each_side() -> None:
     times = [Sample(80.0, 110.0), Sample(83.0, 78.0), Sample(80.0, 75.0), Sample(87.0, 111.0)]
-    assert Round(4).add(times) == [Sample(82.5, 93.5)]
-    assert Round(1).add(times) == times
+    assert Round(Sampling(4)).add(times) == [Sample(82.5, 93.5)]
+    assert Round(Sampling(1)).add(times) == times
 
 
 def test_what_takes_many_times_as_long_is_not_launched_with_every_routing() -> None:
-    turns = Round(8)
+    turns = Round(Sampling(8))
     assert turns.add([Sample(1.0, 1.0)] * 3) == []
     assert len(turns.add([Sample(4 * HOPELESS, 1.0)])) == 1
     assert turns.pairs(1) == 8, "the next one begins anew"
@@ -86,7 +104,7 @@ def test_two_configs_that_change_places_with_the_routing_are_told_apart() -> Non
     rng = random.Random(1)  # noqa: S311 - no secrets
     widths = {}
     for size in (1, 8):
-        turns, test = Round(size), PairedTest(0.01, sampling=Sampling(size))
+        turns, test = Round(Sampling(size)), PairedTest(0.01, sampling=Sampling(size))
         while test.outcome == "undecided":
             places = [(turns.launched + n) % 8 for n in range(turns.pairs(max(test.wanted)))]
             times = [Sample(fast[p] * rng.gauss(1, 0.01), own[p] * rng.gauss(1, 0.01)) for p in places]

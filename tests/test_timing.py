@@ -10,7 +10,9 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from sglang_moe_autotune import pace, timing  # noqa: E402 - needs torch, which not every environment has
+from sglang_moe_autotune.bench import Sample  # noqa: E402 - needs torch, which not every environment has
 from sglang_moe_autotune.launch import rebind  # noqa: E402 - needs torch, which not every environment has
+from sglang_moe_autotune.routings import Round, Sampling  # noqa: E402 - needs torch, which not every environment has
 from sglang_moe_autotune.timing import PairTimer, Planned, Rotation, plan  # noqa: E402 - needs torch, which not every environment has
 
 if TYPE_CHECKING:
@@ -18,7 +20,12 @@ if TYPE_CHECKING:
 
 
 def launches(turns: int, inner: int, rotation: Rotation) -> list[Planned]:
-    return [p for turn in range(turns) for p in plan(turn, 2 * inner * turn, inner, rotation)]
+    rounds = Round(Sampling(1, rotation.routings))
+    found = []
+    for turn in range(turns):  # a pair in each slice, as where launches are long
+        found += plan(rounds.begins, rounds.launched, 2 * inner * turn, inner, rotation)
+        rounds.add([Sample(1.0, 1.0)], inner)
+    return found
 
 
 @pytest.mark.parametrize("inner", [1, 4], ids=["long-launches", "short-launches"])
