@@ -90,6 +90,7 @@ def with_gaps(blocks: Sequence[Block], requests: Iterable[Sequence[Piece]]) -> l
 
 
 def with_compiling(blocks: Sequence[Block], busy: Mapping[int, int]) -> list[Block]:
+    """busy: by the number of the block; it is not known of those that are missing."""
     return [block._replace(compiling=busy.get(block.number)) for block in blocks]
 
 
@@ -178,19 +179,15 @@ def compared(blocks: Sequence[Block], limit: float) -> dict[str, Any]:
     return found
 
 
-def by_compiling(blocks: Sequence[Block], limit: float) -> dict[str, Any]:
-    """The same apart: where nothing compiled in the blocks with tuning, and where something did (it is stopped in those
-    without). Empty where nobody counted."""
-    sides: dict[str, list[Block]] = {"none": [], "some": []}
+def by_compiling(blocks: Sequence[Block]) -> dict[str, list[Block]]:
+    """Fours in which nothing compiled in the blocks with tuning (``none``), in which something did in both (``some``; it
+    is stopped in those without), in one (``between``), and those of which nobody counted it (``unknown``)."""
+    sides: dict[str, list[Block]] = {"none": [], "some": [], "between": [], "unknown": []}
     for four in fours(blocks):
         on = [block.compiling for block in four if block.tuning]
-        if None not in on and (any(on) == all(on)):
-            sides["some" if any(on) else "none"] += four
-    return {
-        name: {"fours": len(of) // 4, "busy_at_most": max((b.compiling or 0 for b in of), default=0),
-               **compared(of, limit)}
-        for name, of in sides.items() if of
-    }  # fmt: skip
+        name = "unknown" if None in on else "some" if all(on) else "between" if any(on) else "none"
+        sides[name] += four
+    return sides
 
 
 def beside_turns(blocks: Sequence[Block], steps: Sequence[Step], turns: Sequence[tuple[int, int]]) -> dict[str, Any]:

@@ -83,8 +83,10 @@ LEFT_OUT = (
     f" after it in its block. Left out: the first {steady_probe.DROPPED} steps of each block, steps beside a prefill,"
     " steps of fewer streams, and what SGLang's hook registry puts around a hooked function, which is there in both."
     " Threads of the plugin stand still in blocks without tuning and do all their work in those with it, twice their"
-    " share; compile processes are stopped there. The value is the centre of the differences of four neighbouring"
-    " blocks (Hodges-Lehmann, Wilcoxon's interval); `mean` is their plain mean, in which what is rare and long counts."
+    " share. Compile processes are stopped there, and where one was busy in a block with tuning the four count for"
+    " `while_compiling` alone: its figures are those of the plugin and of compiling together. The value is the centre of"
+    " the differences of four neighbouring blocks (Hodges-Lehmann, Wilcoxon's interval); `mean` is their plain mean, in"
+    " which what is rare and long counts."
 )
 STEADY = 0.005
 """within which throughput and inter-token latency stay"""
@@ -319,11 +321,12 @@ class Bench:
             watching.wait(20)
             pipe.unlink()
 
-    def busy(self) -> dict[int, int]:
-        """Compile processes that were busy, by block; those of which nothing was told are missing."""
+    def busy(self) -> dict[int, tuple[int, float]]:
+        """Compile processes that were busy and the seconds of a core that they took, by block; those of which nothing
+        was told are missing."""
         path = self.work / "busy"
         rows = [line.split() for line in path.read_text().splitlines()] if path.exists() else []
-        return {int(number): int(count) for number, count, _ in rows}
+        return {int(number): (int(count), float(core_s)) for number, count, core_s in rows}
 
     def switch(self, server: Server, *, tuning: bool) -> None:
         """By request, and looked at: a switch that does nothing would compare off with off."""
@@ -511,12 +514,15 @@ def run_steady(bench: Bench, server: Server, client: Client, span_s: float) -> N
         passes = bench.ask("passes")["passes"] - before
     found = steady_figures(bench, load.requests, (began, ended))
     found |= {"passes_of_tuning": passes, "ordered_before": ordered, "compile_processes_watched": watched}
-    for label in pairs.FIGURES:
+    for label in ("throughput", "inter-token latency", "median step"):
         if label in found:
             bench.checks.append(within(f"steady load, {label}", found[label], STEADY))
-    for label in ("throughput", "inter-token latency"):
-        if label not in found:
-            bench.checks.append(Check(f"steady load, {label}", "measured", f"of {found['blocks']} blocks", False))
+        else:
+            told = f"no figure of {found['blocks_that_count']} blocks"
+            bench.checks.append(Check(f"steady load, {label}", "measured", told, False))
+    known = found["compiling"]["known"]
+    told = f"{100 * known:.0f} %"
+    bench.checks.append(Check("steady load, blocks whose compiling is known", ">= 90 %", told, known >= 0.9))
     bench.checks.append(Check("passes of tuning under steady load", "0", str(passes), passes == 0))
     bench.findings["steady"] = found
 
@@ -543,7 +549,9 @@ def steady_figures(bench: Bench, requests: list[list[Piece]], span: tuple[int, i
         steps, bench.options.streams, steady_probe.DROPPED, lambda block: steady_probe.tuning_in(block, probe.SEED)
     )
     busy = bench.busy()
-    blocks = pairs.with_compiling(pairs.with_gaps(blocks, requests), busy)
+    blocks = pairs.with_compiling(pairs.with_gaps(blocks, requests), {number: of[0] for number, of in busy.items()})
+    sides = pairs.by_compiling(blocks)
+    counted = sum(block.compiling is not None for block in blocks)
     decoding = sum(step.size == bench.options.streams for step in steps)
     kept = sum(len(block.spans_ms) for block in blocks)
     return {
@@ -554,8 +562,18 @@ def steady_figures(bench: Bench, requests: list[list[Piece]], span: tuple[int, i
         "steps": {"all": len(steps), "decode_of_all_streams": decoding, "compared": kept},
         "requests": len(requests),
         "whole_span": stretch(requests, *span),
-        **pairs.compared(blocks, STEADY),
-        "by_compiling": pairs.by_compiling(blocks, STEADY),
+        **pairs.compared(sides["none"] if counted else blocks, STEADY),
+        "compiling": {
+            "known": counted / max(1, len(blocks)),
+            "fours": {name: len(of) // 4 for name, of in sides.items()},
+            "busy_at_most": max((block.compiling or 0 for block in blocks), default=0),
+            "core_s": {
+                state: sum(of[1] for number, of in busy.items() if steady_probe.tuning_in(number, probe.SEED) is tuning)
+                for state, tuning in (("on", True), ("off", False))
+            },
+            "while_compiling": pairs.compared(sides["some"], STEADY),
+        },
+        "all": pairs.compared(blocks, STEADY),
         "threads": pairs.beside_turns(blocks, steps, turns),
         "columns": "block tuning step_p50_ms step_mean_ms itl_p50_ms itl_mean_ms steps compiling",
         "series": [in_a_line(block) for block in blocks if block.counts],

@@ -105,6 +105,10 @@ class Watch:
         self._begun_s = now_s
         return ended
 
+    def skip(self) -> None:
+        """Say nothing of the block that there is."""
+        self._block = None
+
     def go_on(self) -> None:
         self._send(self._stopped, signal.SIGCONT)
         self._stopped.clear()
@@ -136,9 +140,10 @@ def main() -> None:
                 if select.select([descriptor], [], [], 0.05)[0]:
                     *lines, text = (text + os.read(descriptor, 4096)).split(b"\n")
                     heard_s = time.monotonic()
-                    for line in lines:
-                        if (ended := watch.word(line.decode(), time.monotonic())) is not None:
-                            file.write(ended + "\n")
+                    if len(lines) > 1:  # it is behind: of these blocks nothing is known
+                        watch.skip()
+                    if lines and (ended := watch.word(lines[-1].decode(), heard_s)) is not None:
+                        file.write(ended + "\n")
                 now_s = time.monotonic()
                 if now_s > heard_s + _SILENT_S:
                     watch.go_on()

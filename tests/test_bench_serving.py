@@ -220,8 +220,11 @@ def test_steady_load_is_compared_by_blocks_of_steps_and_finds_what_tuning_costs(
     assert {len(row) for row in rows} == {len(steady["columns"].split())}
     assert {row[-1] for row in rows} <= {"0", "-"}  # nothing compiles here
     assert sum(row[-1] == "0" for row in rows) > 0.8 * len(rows)
-    assert steady["by_compiling"]["none"]["fours"] >= 10
-    assert "some" not in steady["by_compiling"]
+    assert steady["compiling"]["fours"]["none"] >= 10
+    assert steady["compiling"]["fours"]["some"] == 0
+    assert steady["compiling"]["while_compiling"] == {}
+    assert steady["compiling"]["core_s"] == {"on": 0.0, "off": 0.0}
+    assert checks["steady load, blocks whose compiling is known"]
 
 
 @pytest.mark.parametrize(
