@@ -180,8 +180,9 @@ def compared(blocks: Sequence[Block], limit: float) -> dict[str, Any]:
 
 
 def by_compiling(blocks: Sequence[Block]) -> dict[str, list[Block]]:
-    """Fours in which nothing compiled in the blocks with tuning (``none``), in which something did in both (``some``; it
-    is stopped in those without), in one (``between``), and those of which nobody counted it (``unknown``)."""
+    """Fours in which nothing compiled in the blocks with tuning (``none``), in which something did in both
+    (``some``; it is stopped in those without), in one (``between``), and those of which nobody counted it
+    (``unknown``)."""
     sides: dict[str, list[Block]] = {"none": [], "some": [], "between": [], "unknown": []}
     for four in fours(blocks):
         on = [block.compiling for block in four if block.tuning]

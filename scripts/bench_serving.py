@@ -84,8 +84,8 @@ LEFT_OUT = (
     " steps of fewer streams, and what SGLang's hook registry puts around a hooked function, which is there in both."
     " Threads of the plugin stand still in blocks without tuning and do all their work in those with it, twice their"
     " share. Compile processes are stopped there, and where one was busy in a block with tuning the four count for"
-    " `while_compiling` alone: its figures are those of the plugin and of compiling together. The value is the centre of"
-    " the differences of four neighbouring blocks (Hodges-Lehmann, Wilcoxon's interval); `mean` is their plain mean, in"
+    " `while_compiling` alone: its figures are those of the plugin and of compiling together. The value is the centre"
+    " of the differences of four neighbouring blocks (Hodges-Lehmann, Wilcoxon's interval); `mean` is their plain mean, in"
     " which what is rare and long counts."
 )
 STEADY = 0.005
