@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 _Z = 1.959964
 """of a normal distribution, for an interval of 95 %"""
-LEAST_STEPS = 8
+LEAST_STEPS = 6
 """that count, of a block that counts"""
 LEAST_FOURS = 10
 _MOST_FOURS = 1500

@@ -85,8 +85,8 @@ LEFT_OUT = (
     " Threads of the plugin stand still in blocks without tuning and do all their work in those with it, twice their"
     " share. Compile processes are stopped there, and where one was busy in a block with tuning the four count for"
     " `while_compiling` alone: its figures are those of the plugin and of compiling together. The value is the centre"
-    " of the differences of four neighbouring blocks (Hodges-Lehmann, Wilcoxon's interval); `mean` is their plain mean, in"
-    " which what is rare and long counts."
+    " of the differences of four neighbouring blocks (Hodges-Lehmann, Wilcoxon's interval); `mean` is their plain mean,"
+    " in which what is rare and long counts."
 )
 STEADY = 0.005
 """within which throughput and inter-token latency stay"""
@@ -104,7 +104,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--turn-s", type=float, default=15.0, help="of sparse requests a turn")
     parser.add_argument("--rate", type=float, default=2.0, help="sparse requests a second, Poisson")
     parser.add_argument("--steady-s", type=float, default=100.0, help="of steady load, at most")
-    parser.add_argument("--steady-tokens", type=int, default=1024, help="of a request under steady load, at least")
+    parser.add_argument("--steady-tokens", type=int, default=2048, help="of a request under steady load, at least")
     parser.add_argument("--streams", type=int, default=8, help="requests that run at a time under steady load")
     parser.add_argument("--warm-s", type=float, default=50.0, help="of idle learning first, to have binaries compiled")
     parser.add_argument("--start", action="append", choices=KINDS, help="of the part startup; may be repeated")
@@ -202,7 +202,7 @@ class Load:
     """A closed loop of streams while the block lasts; then each comes to the end of its request.
 
     Requests are of unlike lengths, from ``tokens`` to twice that, the same in each run, or all streams would begin and
-    end together. Raises RuntimeError at the end where one failed.
+    end together; and long: the blocks in which one begins are left out. Raises RuntimeError at the end where one failed.
     """
 
     def __init__(self, client: Client, first: int, streams: int, tokens: int) -> None:
