@@ -202,7 +202,8 @@ class Load:
     """A closed loop of streams while the block lasts; then each comes to the end of its request.
 
     Requests are of unlike lengths, from ``tokens`` to twice that, the same in each run, or all streams would begin and
-    end together; and long: the blocks in which one begins are left out. Raises RuntimeError at the end where one failed.
+    end together; and long: the blocks in which one begins are left out. Raises RuntimeError at the end where one
+    failed.
     """
 
     def __init__(self, client: Client, first: int, streams: int, tokens: int) -> None:
