@@ -83,17 +83,6 @@ def difference(
     return {"value": of(on) - of(off), "low": quantile(drawn, tail), "high": quantile(drawn, 1 - tail)}
 
 
-def ratio(on: Sequence[float], off: Sequence[float], seed: int = 0) -> dict[str, float]:
-    """The mean of paired ratios minus 1, by turns, with a bootstrap interval over turns. Raises ValueError where the
-    turns are no pairs."""
-    logs = [math.log(a / b) for a, b in zip(on, off, strict=True)]
-    random_ = random.Random(seed)  # noqa: S311 - no secret
-    drawn = sorted(math.fsum(random_.choices(logs, k=len(logs))) / len(logs) for _ in range(_RESAMPLES))
-    tail = (1 - _LEVEL) / 2
-    ends = math.fsum(logs) / len(logs), quantile(drawn, tail), quantile(drawn, 1 - tail)
-    return dict(zip(("value", "low", "high"), map(math.expm1, ends), strict=True))
-
-
 class Slices:
     """The idle passes in which the plugin did work: begins and ends, none of which overlap."""
 
@@ -216,14 +205,6 @@ def stretch(requests: Iterable[Sequence[Piece]], begin_ns: int, end_ns: int) -> 
     }
 
 
-def steps(results_ns: Sequence[int], begin_ns: int, end_ns: int) -> dict[str, float]:
-    """The scheduler's own steps between two moments: the median time from one batch's result to the next, which how
-    many requests began in between hardly moves. results_ns: ordered. Empty where there were no two."""
-    low, high = bisect.bisect_left(results_ns, begin_ns), bisect.bisect_left(results_ns, end_ns)
-    spans = [(after - before) / 1e6 for before, after in itertools.pairwise(results_ns[low:high])]
-    return {"step_p50_ms": quantile(spans, 0.5)} if spans else {}
-
-
 def slices_by_m(events: Iterable[tuple[int, int, int, int]], slice_us: float) -> list[dict[str, float]]:
     """The passes of each M: how many, how long, and how many were longer than a slice; M 0 is news and notes."""
     by_m: dict[int, list[float]] = {}
@@ -279,6 +260,9 @@ def latency_checks(figures: dict[str, Any], learned: Sequence[int]) -> list[Chec
 
 
 def within(name: str, found: dict[str, float], limit: float) -> Check:
-    """A ratio that must lie within a limit, interval stated."""
-    told = f"{100 * found['value']:+.2f} % ({100 * found['low']:+.2f} to {100 * found['high']:+.2f})"
-    return Check(name, f"within {100 * limit:g} %", told, abs(found["value"]) <= limit)
+    """A ratio whose interval must lie within a limit: a wider one has shown nothing, and says so."""
+    low, high = found["low"], found["high"]
+    told = f"{100 * found['value']:+.2f} % ({100 * low:+.2f} to {100 * high:+.2f})"
+    if high - low > 2 * limit:
+        told += ", an interval too wide to tell"
+    return Check(name, f"within {100 * limit:g} %, interval included", told, -limit <= low and high <= limit)

@@ -5,10 +5,10 @@
 
 Run it with the Python that SGLang is installed in. One server is started, tuning is switched on and off in it in
 turn: ``ttft`` sends sparse requests (Poisson), the same ones on and off, ``steady`` runs a closed loop of streams all
-the while, ``micro`` times the hooks inside the server. Before a turn with tuning on the tuner forgets what it learned
-where too little is left to learn, and requests are sent from its first pass on: binaries are there from the time of
-warming up, so that it does not wait for them. Without --part: these three, in the time of --budget-s: turns that do
-not fit are left out.
+the while and switches between steps, inside the scheduler, ``micro`` times the hooks inside the server. Before a turn
+of sparse requests with tuning on the tuner forgets what it learned where too little is left to learn, and requests are
+sent from its first pass on: binaries are there from the time of warming up, so that it does not wait for them. Without
+--part: these three, in the time of --budget-s: turns that do not fit are left out.
 
 ``startup`` starts servers of its own, with and without the plugin, seven times, about 8 minutes: after another run on
 the same machine, which leaves its store (and what a machine's first start compiles) behind. ``bench_serving.py --plot
@@ -18,6 +18,7 @@ DIR/serving.json`` draws a run again.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import http.client
 import importlib.metadata
@@ -27,6 +28,7 @@ import random
 import re
 import shutil
 import statistics
+import subprocess
 import sys
 import tempfile
 import threading
@@ -34,7 +36,9 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import bench_pairs as pairs
 import serving_probe as probe
+import steady_probe
 from bench_figures import (
     Check,
     Piece,
@@ -43,9 +47,7 @@ from bench_figures import (
     added_latency,
     by_length,
     latency_checks,
-    ratio,
     slices_by_m,
-    steps,
     stretch,
     within,
 )
@@ -53,7 +55,7 @@ from gpu_parts import BUDGET_S, Parts, end_on_terminate
 from gpu_server import FEWER_SIZES, Model, Server, install
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
 PARTS = ("ttft", "steady", "micro", "startup")
 KINDS = ("stock-cold", "stock-warm", "plugin-cold", "plugin-store-only", "plugin-warm")
@@ -71,9 +73,21 @@ FIRST_PASS_S = 5.0
 PAIR_S = 1.2
 """beside its requests, of a turn on and off"""
 LEAST_TURNS = 5
-SETTLE_S = 0.3
-"""of steady load after the switch, before what is measured"""
-LEAST_STRETCHES = 16
+RAMP_S = 1.5
+"""of steady load before tuning is switched"""
+LEAST_STEADY_S = 60.0
+ORDERED_S = 8.0
+"""for which steady load waits for tuning to order a binary; then it begins without"""
+LEFT_OUT = (
+    "What is compared: decode steps of all streams, from one batch's begin to the next, with such a step before and"
+    f" after it in its block. Left out: the first {steady_probe.DROPPED} steps of each block, steps beside a prefill,"
+    " steps of fewer streams, and what SGLang's hook registry puts around a hooked function, which is there in both."
+    " Threads of the plugin stand still in blocks without tuning and do all their work in those with it, twice their"
+    " share. Compile processes are stopped there, and where one was busy in a block with tuning the four count for"
+    " `while_compiling` alone: its figures are those of the plugin and of compiling together. The value is the centre"
+    " of the differences of four neighbouring blocks (Hodges-Lehmann, Wilcoxon's interval); `mean` is their plain mean,"
+    " in which what is rare and long counts."
+)
 STEADY = 0.005
 """within which throughput and inter-token latency stay"""
 _TOKENS = re.compile(rb'"completion_tokens": ?(\d+)')
@@ -89,8 +103,8 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--turns", type=int, default=10, help="of sparse requests, on and off, at most")
     parser.add_argument("--turn-s", type=float, default=15.0, help="of sparse requests a turn")
     parser.add_argument("--rate", type=float, default=2.0, help="sparse requests a second, Poisson")
-    parser.add_argument("--steady-s", type=float, default=2.0, help="of steady load between two switches")
-    parser.add_argument("--steady-turns", type=int, default=40, help="of steady load, on and off, at most")
+    parser.add_argument("--steady-s", type=float, default=100.0, help="of steady load, at most")
+    parser.add_argument("--steady-tokens", type=int, default=2048, help="of a request under steady load, at least")
     parser.add_argument("--streams", type=int, default=8, help="requests that run at a time under steady load")
     parser.add_argument("--warm-s", type=float, default=50.0, help="of idle learning first, to have binaries compiled")
     parser.add_argument("--start", action="append", choices=KINDS, help="of the part startup; may be repeated")
@@ -187,14 +201,14 @@ def sparse_turn(client: Client, turn: int, *, tuning: bool, first: int, options:
 class Load:
     """A closed loop of streams while the block lasts; then each comes to the end of its request.
 
-    Requests are of unlike lengths, the same in each run, or all streams would begin and end together; and not short:
-    how many begin in a stretch is most of what differs between stretches. Raises RuntimeError at the end where one
+    Requests are of unlike lengths, from ``tokens`` to twice that, the same in each run, or all streams would begin and
+    end together; and long: the blocks in which one begins are left out. Raises RuntimeError at the end where one
     failed.
     """
 
-    def __init__(self, client: Client, first: int, streams: int) -> None:
+    def __init__(self, client: Client, first: int, streams: int, tokens: int) -> None:
         self.requests: list[list[Piece]] = []
-        self._client, self._first = client, first
+        self._client, self._first, self._tokens = client, first, tokens
         self._ended = threading.Event()
         self._faults: list[BaseException] = []
         self._threads = [threading.Thread(target=self._run, args=(place,)) for place in range(streams)]
@@ -216,7 +230,8 @@ class Load:
         number = self._first + place * 10_000
         try:
             while not self._ended.is_set():
-                self.requests.append(self._client.stream(number, 64, 256 + number * 37 % 129))
+                tokens = self._tokens + number * 37 % 129 * self._tokens // 128
+                self.requests.append(self._client.stream(number, 64, tokens))
                 number += 1
         except (OSError, RuntimeError, http.client.HTTPException) as error:
             self._faults.append(error)
@@ -236,7 +251,7 @@ class Bench:
         shape = (options.experts, options.intermediate, options.hidden, options.top_k, options.layers)
         self.model = Model(*shape).write(self.work / "model")
         self.site = self.work / "site"
-        install(self.site, "serving_probe", "serving_probe")
+        install(self.site, "serving_probe", "serving_probe", "steady_probe")
         self.findings["flags"] = [*FLAGS, *options.flags]
         self.parts = Parts(self.out / "serving.json", options.budget_s, self.findings)
         if options.store:
@@ -293,6 +308,27 @@ class Bench:
         time.sleep(0.5)  # the probe writes five times a second
         return [e for path in sorted(self.probe.glob("*.events")) for e in probe.decode(path.read_bytes())]
 
+    @contextlib.contextmanager
+    def watch_compiling(self, server: Server) -> Iterator[None]:
+        """Have a process count the busy compile processes of each block, and stop them in those without tuning."""
+        os.mkfifo(pipe := self.probe / probe.FLIPS)
+        script = Path(__file__).resolve().parent / "compile_watch.py"
+        command = [sys.executable, str(script), str(server.process.pid), str(pipe), str(self.work / "busy")]
+        watching = subprocess.Popen(command)
+        try:
+            yield
+        finally:
+            watching.terminate()
+            watching.wait(20)
+            pipe.unlink()
+
+    def busy(self) -> dict[int, tuple[int, float]]:
+        """Compile processes that were busy and the seconds of a core that they took, by block; those of which nothing
+        was told are missing."""
+        path = self.work / "busy"
+        rows = [line.split() for line in path.read_text().splitlines()] if path.exists() else []
+        return {int(number): (int(count), float(core_s)) for number, count, core_s in rows}
+
     def switch(self, server: Server, *, tuning: bool) -> None:
         """By request, and looked at: a switch that does nothing would compare off with off."""
         level = 2 if tuning else 1
@@ -334,31 +370,21 @@ def run_live(bench: Bench, server: Server, parts: Sequence[str]) -> None:
     before = bench.ask("memory")
     if "ttft" in parts:
         pair_s = 2 * options.turn_s + PAIR_S
-        later_s = 25.0 if "steady" not in parts else 30.0 + least_stretches(options) * stretches_s(options)
+        later_s = 25.0 if "steady" not in parts else 50.0 + min(options.steady_s, LEAST_STEADY_S)
         fitting = int((bench.parts.left_s - later_s) / pair_s)
         turns = min(options.turns, max(fitting, LEAST_TURNS))
         run("ttft", lambda: run_sparse(bench, server, client, turns), need_s=turns * pair_s)
     if "micro" in parts:
         run("micro", lambda: run_micro(bench, server))
     if "steady" in parts:
-        fitting = int((bench.parts.left_s - 20.0) / stretches_s(options))
-        pairs = min(options.steady_turns, max(fitting, least_stretches(options)))
-        run("steady", lambda: run_steady(bench, server, client, pairs), need_s=pairs * stretches_s(options))
+        span_s = min(options.steady_s, max(bench.parts.left_s - 45.0, LEAST_STEADY_S))
+        run("steady", lambda: run_steady(bench, server, client, span_s), need_s=span_s + 30.0)
     bench.switch(server, tuning=False)
     bench.findings["watch"] = watch(bench.work / "store")
     after = bench.ask("memory")
     bench.findings["memory"] = {"before": before, "after": after}
     grown = (before["free"] - after["free"]) / 2**20
     bench.checks.append(Check("device memory, by the driver's count", "stated", f"{grown:+.0f} MiB", True))
-
-
-def least_stretches(options: argparse.Namespace) -> int:
-    return min(int(options.steady_turns), LEAST_STRETCHES)
-
-
-def stretches_s(options: argparse.Namespace) -> float:
-    """Of steady load on and off, the switches included."""
-    return 2.0 * (options.steady_s + SETTLE_S + 0.1)
 
 
 def warm_up(bench: Bench, server: Server) -> None:
@@ -467,38 +493,100 @@ def sparse_figures(
     return figures
 
 
-def run_steady(bench: Bench, server: Server, client: Client, pairs: int) -> None:
-    """The switch is set while the streams go on: what starting and ending them costs is in neither side."""
+def run_steady(bench: Bench, server: Server, client: Client, span_s: float) -> None:
+    """The probe switches between steps while the streams go on: what starting and ending them costs is in neither side.
+    Tuning has work, if it were to find the time, and what it ordered before is being compiled."""
     options = bench.options
-    spans: dict[bool, list[tuple[int, int]]] = {True: [], False: []}
-    bench.ask("forget")  # tuning is to have work, if it were to find the time
-    with Load(client, bench.take_numbers(1_000_000), options.streams) as load:
-        time.sleep(2 * options.steady_s)
-        passes = bench.ask("passes")["passes"]
-        for turn in range(pairs):
-            for tuning in (turn % 2 == 0, turn % 2 == 1):
-                bench.switch(server, tuning=tuning)
-                time.sleep(SETTLE_S)
-                begin = time.monotonic_ns()
-                time.sleep(options.steady_s)
-                spans[tuning].append((begin, time.monotonic_ns()))
-        passes = bench.ask("passes")["passes"] - passes
-    results = sorted(at for kind, at, *_ in bench.events() if kind == probe.RESULT)
-    turns = {
-        tuning: [{**stretch(load.requests, *span), **steps(results, *span)} for span in of]
-        for tuning, of in spans.items()
-    }
-    found: dict[str, Any] = {"on": turns[True], "off": turns[False], "requests": len(load.requests)}
-    found["passes_of_tuning"] = passes
-    for name, label in (("tokens_s", "throughput"), ("itl_mean_ms", "inter-token latency"),
-                        ("itl_p50_ms", "median inter-token latency"), ("step_p50_ms", "median step")):  # fmt: skip
-        if not all(name in turn for of in turns.values() for turn in of):
-            continue
-        found[label] = ratio([t[name] for t in turns[True]], [t[name] for t in turns[False]])
-        found[label]["interval_within_the_limit"] = max(abs(found[label][end]) for end in ("low", "high")) <= STEADY
-        bench.checks.append(within(f"steady load, {label}", found[label], STEADY))
+    bench.ask("forget")
+    bench.switch(server, tuning=True)
+    ordered = wait_for_order(server)
+    with bench.watch_compiling(server), Load(
+        client, bench.take_numbers(1_000_000), options.streams, options.steady_tokens
+    ) as load:  # fmt: skip
+        time.sleep(min(RAMP_S, span_s))
+        before = bench.ask("passes")["passes"]
+        began = time.monotonic_ns()
+        watched = bench.ask("alternate")["compile_processes_watched"]
+        try:
+            time.sleep(span_s)
+        finally:
+            bench.ask("settle")
+        ended = time.monotonic_ns()
+        passes = bench.ask("passes")["passes"] - before
+    found = steady_figures(bench, load.requests, (began, ended))
+    found |= {"passes_of_tuning": passes, "ordered_before": ordered, "compile_processes_watched": watched}
+    for label in ("throughput", "inter-token latency", "median step"):
+        if label in found:
+            bench.checks.append(within(f"steady load, {label}", found[label], STEADY))
+        else:
+            told = f"no figure of {found['blocks_that_count']} blocks"
+            bench.checks.append(Check(f"steady load, {label}", "measured", told, False))
+    known = found["compiling"]["known"]
+    told = f"{100 * known:.0f} %"
+    bench.checks.append(Check("steady load, blocks whose compiling is known", ">= 90 %", told, known >= 0.9))
     bench.checks.append(Check("passes of tuning under steady load", "0", str(passes), passes == 0))
     bench.findings["steady"] = found
+
+
+def wait_for_order(server: Server) -> dict[str, Any]:
+    """The counts of binaries, as soon as one is ordered that is not there, or after ``ORDERED_S``."""
+    end, first = time.monotonic() + ORDERED_S, None
+    while True:
+        told: dict[str, Any] = state_of(server).get("compile") or {}
+        ordered = told.get("ordered", 0)
+        first = ordered if first is None else first
+        # What was found on the disk counts as ready too: then only a new order tells.
+        if ordered > min(first, told.get("ready", 0) + told.get("failed", 0)) or time.monotonic() > end:
+            return told
+        time.sleep(0.1)
+
+
+def steady_figures(bench: Bench, requests: list[list[Piece]], span: tuple[int, int]) -> dict[str, Any]:
+    """On against off, by neighbouring blocks of steps. span: in ns."""
+    events = bench.events()
+    steps = [pairs.Step(at, block, size) for kind, at, block, size in events if kind == probe.STEP]
+    turns = [(begin, end) for kind, begin, end, _ in events if kind == probe.TURN and span[0] <= begin < span[1]]
+    blocks = pairs.blocks_of(
+        steps, bench.options.streams, steady_probe.DROPPED, lambda block: steady_probe.tuning_in(block, probe.SEED)
+    )
+    busy = bench.busy()
+    blocks = pairs.with_compiling(pairs.with_gaps(blocks, requests), {number: of[0] for number, of in busy.items()})
+    sides = pairs.by_compiling(blocks)
+    counted = sum(block.compiling is not None for block in blocks)
+    decoding = sum(step.size == bench.options.streams for step in steps)
+    kept = sum(len(block.spans_ms) for block in blocks)
+    return {
+        "definition": LEFT_OUT,
+        "seconds": (span[1] - span[0]) / 1e9,
+        "blocks": len(blocks),
+        "blocks_that_count": sum(block.counts for block in blocks),
+        "steps": {"all": len(steps), "decode_of_all_streams": decoding, "compared": kept},
+        "requests": len(requests),
+        "whole_span": stretch(requests, *span),
+        **pairs.compared(sides["none"] if counted else blocks, STEADY),
+        "compiling": {
+            "known": counted / max(1, len(blocks)),
+            "fours": {name: len(of) // 4 for name, of in sides.items()},
+            "busy_at_most": max((block.compiling or 0 for block in blocks), default=0),
+            "core_s": {
+                state: sum(of[1] for number, of in busy.items() if steady_probe.tuning_in(number, probe.SEED) is tuning)
+                for state, tuning in (("on", True), ("off", False))
+            },
+            "while_compiling": pairs.compared(sides["some"], STEADY),
+        },
+        "all": pairs.compared(blocks, STEADY),
+        "threads": pairs.beside_turns(blocks, steps, turns),
+        "columns": "block tuning step_p50_ms step_mean_ms itl_p50_ms itl_mean_ms steps compiling",
+        "series": [in_a_line(block) for block in blocks if block.counts],
+    }
+
+
+def in_a_line(block: pairs.Block) -> str:
+    """A block's figures for the file; "-" is not known."""
+    of = pairs.step_p50(block), statistics.fmean(block.spans_ms), pairs.itl_p50(block), pairs.itl_mean(block)
+    times = ("-" if ms is None else f"{ms:.4f}" for ms in of)
+    compiling = "-" if block.compiling is None else str(block.compiling)
+    return " ".join([str(block.number), str(int(block.tuning)), *times, str(len(block.spans_ms)), compiling])
 
 
 def micro_checks(found: dict[str, Any]) -> list[Check]:

@@ -23,11 +23,19 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import steady_probe
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-SLICE, RECEIVED, BATCH, RESULT, LEARNED, SENT, INTRUDED, HANDED = 1, 2, 3, 4, 5, 6, 7, 8
-"""kinds of events: (kind, begin_ns, end_ns, value)"""
+SLICE, RECEIVED, BATCH, RESULT, LEARNED, SENT, INTRUDED, HANDED, STEP, TURN = range(1, 11)
+"""kinds of events: (kind, begin_ns, end_ns, value). STEP is (kind, begin_ns, block, requests that decode, 0 for another
+batch): a batch that began while tuning is switched between steps. TURN is a turn of one of the plugin's threads."""
+
+FLIPS = "flips"
+"""a pipe that is told of each switch between steps"""
+SEED = 0
+"""of the coin that orders these blocks"""
 
 PREFIX = "bench-"
 """of a request's id; a number follows"""
@@ -113,6 +121,10 @@ def _on_batch(_scheduler: Any, batch: Any, *_args: Any, **_kwargs: Any) -> None:
     _running["batches"] += 1
     at = _now()
     _events.append((BATCH, at, at, len(batch.reqs)))
+    alternation: steady_probe.Alternation | None = _memory.get("alternation")
+    if alternation is not None:
+        decoding = len(batch.reqs) if batch.forward_mode.is_decode() else 0
+        _events.append((STEP, at, alternation.step(), decoding))
 
 
 def _on_result(_result: Any, _scheduler: Any, batch: Any, *_args: Any, **_kwargs: Any) -> None:
@@ -122,10 +134,14 @@ def _on_result(_result: Any, _scheduler: Any, batch: Any, *_args: Any, **_kwargs
 
 
 def _watch_plugin() -> None:
-    from sglang_moe_autotune.serving import Serving  # noqa: PLC0415 - schedulers only
+    from sglang_moe_autotune import live  # noqa: PLC0415 - schedulers only
+    from sglang_moe_autotune.breath import Breath  # noqa: PLC0415 - as above
+    from sglang_moe_autotune.ranks import Ranks  # noqa: PLC0415 - as above
+    from sglang_moe_autotune.serving import Serving  # noqa: PLC0415 - as above
     from sglang_moe_autotune.store import Store  # noqa: PLC0415 - as above
     from sglang_moe_autotune.tuner import Tuner  # noqa: PLC0415 - as above
 
+    breathe = Breath.__call__
     idle, submit, add, make, learn = Serving.idle, Store.submit, Tuner.add, Tuner.__init__, Tuner.learn
 
     def watched_idle(self: Any, scheduler: Any) -> bool:
@@ -157,6 +173,23 @@ def _watch_plugin() -> None:
         if record.unix_s >= _memory.get("forgot_unix_s", 0.0):  # what is forgotten still lies in the store
             learn(self, record)
 
+    def held_turn(turn: Callable[..., Any]) -> Callable[..., Any]:
+        def held(*args: Any, **kwargs: Any) -> Any:
+            _hold.wait()
+            begin = _now()
+            try:
+                return turn(*args, **kwargs)
+            finally:
+                _events.append((TURN, begin, _now(), 0))
+
+        return held
+
+    def held_breath(self: Any) -> None:
+        _hold.wait()
+        breathe(self)
+
+    live._turn, Ranks.turn = held_turn(live._turn), held_turn(Ranks.turn)
+    Breath.__call__ = held_breath
     Serving.idle, Store.submit = watched_idle, watched_submit
     Tuner.add, Tuner.__init__, Tuner.learn = watched_add, watched_make, watched_learn
 
@@ -164,6 +197,7 @@ def _watch_plugin() -> None:
 # -- commands --------------------------------------------------------------------------------------------------------
 
 _memory: dict[str, Any] = {}
+_hold = steady_probe.Hold()
 _pending: collections.deque[tuple[str, Path]] = collections.deque()
 
 
@@ -174,12 +208,9 @@ def _listen(folder: Path) -> None:
         for path in folder.glob("*.ask"):
             command = path.stem
             path.unlink(missing_ok=True)
-            if command.startswith("memory"):
-                torch = sys.modules["torch"]
-                free, total = torch.cuda.mem_get_info()
-                _answer(folder / command, {"free": free, "total": total})
-            elif command.startswith("passes"):
-                _answer(folder / command, passes())
+            known = {"memory": memory, "passes": passes, "settle": settle, "alternate": lambda: alternate(folder)}
+            if (wanted := known.get(command.partition("-")[0])) is not None:
+                _answer_by(wanted, folder / command)
             else:
                 _pending.append((command, folder / command))
 
@@ -194,11 +225,21 @@ def _on_idle(scheduler: Any, *_args: Any, **_kwargs: Any) -> None:
     """Commands that belong on the serving thread."""
     if _pending:
         command, path = _pending.popleft()
-        try:
-            known = {"forget": forget, "renew": renew, "micro": micro}
-            _answer(path, known[command.partition("-")[0]](scheduler))
-        except Exception as error:  # noqa: BLE001 - the server must not die of what asks it
-            _answer(path, {"error": f"{type(error).__name__}: {error}"})
+        known = {"forget": forget, "renew": renew, "micro": micro}
+        _answer_by(lambda: known[command.partition("-")[0]](scheduler), path)
+
+
+def _answer_by(function: Callable[[], Any], path: Path) -> None:
+    try:
+        _answer(path, function())
+    except Exception as error:  # noqa: BLE001 - the server must not die of what asks it
+        _answer(path, {"error": f"{type(error).__name__}: {error}"})
+
+
+def memory() -> dict[str, int]:
+    """By the driver's count. From any thread."""
+    free, total = sys.modules["torch"].cuda.mem_get_info()
+    return {"free": free, "total": total}
 
 
 def passes() -> dict[str, int]:
@@ -206,6 +247,20 @@ def passes() -> dict[str, int]:
     from sglang_moe_autotune import plugin  # noqa: PLC0415 - schedulers only
 
     return {"passes": _counts["passes"], "pauses": plugin.serving().watch.pauses}
+
+
+def alternate(folder: Path) -> dict[str, bool]:
+    """From the next batch on tuning is switched on and off between steps. From any thread."""
+    settle()
+    flips = steady_probe.Flips(folder / FLIPS)
+    _memory["alternation"] = steady_probe.Alternation(SEED, steady_probe.put_plugin(), _hold, flips)
+    return {"compile_processes_watched": flips.heard}
+
+
+def settle() -> dict[str, int]:
+    """Tuning stays on. From any thread."""
+    alternation: steady_probe.Alternation | None = _memory.pop("alternation", None)
+    return {"blocks": 0 if alternation is None else alternation.end()}
 
 
 def forget(scheduler: Any) -> dict[str, int]:

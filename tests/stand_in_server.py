@@ -5,32 +5,41 @@ from __future__ import annotations
 
 import array
 import json
+import os
 import queue
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import bench_serving
 import serving_probe as probe
+import steady_probe
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 PIECE_S = 0.002
+STREAMS = 2
 GRACE_NS = 60_000_000
 
 
 class StandIn:
     """A server whose slices take ``slice_s``, None: it never tunes. ``rude``: it also begins one while a request runs.
-    ``left``: M in the queue."""
+    ``left``: M in the queue. ``cost``: by which a step takes longer while tuning is on, a fraction. It serves one
+    request at a time, and says that ``STREAMS`` decode."""
 
     started_s, ready_s = 1.0, 0.9
+    process = SimpleNamespace(pid=os.getpid())
 
     def __init__(
-        self, port: int, folder: Path, *, slice_s: float | None, rude: bool = False, learns: bool = True, left: int = 99
-    ) -> None:
+        self, port: int, folder: Path, *, slice_s: float | None, rude: bool = False, learns: bool = True,
+        left: int = 99, cost: float = 0.0,
+    ) -> None:  # fmt: skip
         self.folder, self.slice_s, self.rude, self.learns, self.left = folder, slice_s, rude, learns, left
+        self.cost, self.tuned = cost, True
+        self.alternation: steady_probe.Alternation | None = None
         self.level, self.asked = 2, 0
         self.events: list[tuple[int, int, int, int]] = []
         self.inbox: queue.Queue[tuple[int, int, queue.Queue[bytes | None]]] = queue.Queue()
@@ -74,7 +83,8 @@ class StandIn:
             thread.start()
 
     def told(self) -> dict[str, Any]:
-        return {"switch": ["off", "rows", "on"][self.level], "queue": self.left}
+        return {"switch": ["off", "rows", "on"][self.level], "queue": self.left,
+                "compile": {"ordered": 1, "ready": 0, "failed": 0}}  # fmt: skip
 
     def loop(self) -> None:
         rested_ns = 0
@@ -87,8 +97,11 @@ class StandIn:
                 continue
             at = time.monotonic_ns()
             self.events.append((probe.RECEIVED, at, at, number))
-            for _ in range(count):
-                time.sleep(PIECE_S)
+            for place in range(count):
+                if (alternation := self.alternation) is not None:
+                    at = time.monotonic_ns()
+                    self.events.append((probe.STEP, at, alternation.step(), STREAMS if place else 0))
+                time.sleep(PIECE_S * (1 + self.cost * self.tuned))
                 pieces.put(b"data: {}\n\n")
             if self.rude and self.level == 2:
                 self.slice()
@@ -123,6 +136,11 @@ class StandIn:
                     value = {"passes": sum(e[0] == probe.SLICE for e in self.events), "pauses": 0}
                 elif path.stem.startswith(("forget", "renew")):
                     value = {"queued": 99, "lifted": 0}
+                elif path.stem.startswith("alternate"):
+                    value = {"compile_processes_watched": self.alternate()}
+                elif path.stem.startswith("settle"):
+                    found, self.alternation = self.alternation, None
+                    value = {"blocks": 0 if found is None else found.end()}
                 elif path.stem.startswith("micro"):
                     value = {
                         "idle_ns": {"nothing left": {"hooked": 700.0, "looking": 6000.0, "stock": 100.0}},
@@ -130,6 +148,12 @@ class StandIn:
                                       "hooked miss": 3500.0, "stock on a miss": 1000.0},
                     }  # fmt: skip
                 probe._answer(self.folder / path.stem, value)
+
+    def alternate(self) -> bool:
+        flips = steady_probe.Flips(self.folder / probe.FLIPS)
+        put = lambda tuning: setattr(self, "tuned", tuning)  # noqa: E731 - one word
+        self.alternation = steady_probe.Alternation(probe.SEED, put, steady_probe.Hold(), flips)
+        return flips.heard
 
     def text(self) -> str:
         return "all is well"

@@ -55,14 +55,6 @@ def test_the_interval_of_a_difference_covers_the_truth_about_as_often_as_it_says
     assert covered >= 34
 
 
-def test_a_ratio_is_that_of_pairs_so_that_a_drift_cancels() -> None:
-    off = [100.0, 200.0, 400.0]
-    found = figures.ratio([value * 1.01 for value in off], off)
-    assert all(math.isclose(found[name], 0.01, rel_tol=1e-9) for name in ("value", "low", "high"))
-    with pytest.raises(ValueError, match="zip"):
-        figures.ratio([1.0], [1.0, 2.0])
-
-
 def test_a_request_meets_a_slice_from_its_begin_to_its_end() -> None:
     slices = Slices([(300, 400), (100, 200)])
     met = [at for at in (99, 100, 199, 200, 250, 300, 399, 400) if slices.pass_at(at)]
@@ -152,12 +144,6 @@ def test_passes_are_told_by_m_with_those_longer_than_a_slice() -> None:
     ]  # fmt: skip
 
 
-def test_steps_are_those_between_results_and_none_where_there_were_no_two() -> None:
-    results = [0, 2 * MS, 4 * MS, 12 * MS, 14 * MS, 16 * MS]
-    assert figures.steps(results, 0, 20 * MS) == {"step_p50_ms": 2.0}
-    assert figures.steps(results, 5 * MS, 13 * MS) == {}
-
-
 # -- the bench ----------------------------------------------------------------------------------------------------
 
 
@@ -184,7 +170,7 @@ def test_events_are_read_up_to_the_one_that_is_being_written(text: bytes, events
 def run(folder: Path, *more: str, **how: Any) -> tuple[int, dict[str, Any]]:
     StandInBench.how = {"slice_s": 0.001, **how}
     line = ["--out", str(folder), "--warm-s", "0.1", "--turns", "2", "--turn-s", "3", "--rate", "4",
-            "--steady-s", "0.4", "--steady-turns", "2", "--streams", "2",
+            "--steady-s", "5", "--steady-tokens", "100", "--streams", "2",
             "--keep", str(folder / "kept"), *more]  # fmt: skip
     code = bench_serving.main(line, make=StandInBench)
     return code, json.loads((folder / "serving.json").read_text())
@@ -219,18 +205,60 @@ def test_slices_beside_requests_and_a_run_that_learns_nothing_are_found_out(tmp_
     assert not held(found)["the run counts: rows learned in it"]
 
 
-def test_steady_load_is_compared_turn_by_turn(tmp_path: Path) -> None:
-    _, found = run(tmp_path, "--part", "steady")
-    steady = found["steady"]
-    assert len(steady["on"]) == len(steady["off"]) == 2
-    assert abs(steady["throughput"]["value"]) < 0.5
-    assert steady["throughput"]["low"] <= steady["throughput"]["value"] <= steady["throughput"]["high"]
-    assert all(turn["tokens"] > 10 for turn in steady["on"])
-    assert held(found)["passes of tuning under steady load"]
+def test_steady_load_is_compared_by_blocks_of_steps_and_finds_what_tuning_costs(tmp_path: Path) -> None:
+    code, found = run(tmp_path, "--part", "steady", cost=0.25)
+    steady, checks = found["steady"], held(found)
+    assert code == 1
+    for label, planted in (("throughput", 1 / 1.25 - 1), ("inter-token latency", 0.25), ("median step", 0.25)):
+        assert steady[label]["low"] - 0.06 < planted < steady[label]["high"] + 0.06  # a sleep is longer than asked for
+        assert not checks[f"steady load, {label}"]
+    assert steady["throughput"]["pairs"] >= 20
+    assert steady["steps"]["compared"] > 500
+    assert steady["compile_processes_watched"]
+    assert checks["passes of tuning under steady load"]
+    rows = [line.split() for line in steady["series"]]
+    assert {len(row) for row in rows} == {len(steady["columns"].split())}
+    assert {row[-1] for row in rows} <= {"0", "-"}  # nothing compiles here
+    assert sum(row[-1] == "0" for row in rows) > 0.8 * len(rows)
+    assert steady["compiling"]["fours"]["none"] >= 10
+    assert steady["compiling"]["fours"]["some"] == 0
+    assert steady["compiling"]["while_compiling"] == {}
+    assert steady["compiling"]["core_s"] == {"on": 0.0, "off": 0.0}
+    assert checks["steady load, blocks whose compiling is known"]
+
+
+@pytest.mark.parametrize(
+    ("counts", "looks"),
+    [
+        pytest.param([(0, 0, 0), (0, 0, 0), (12, 0, 0)], 3, id="the first order of a server"),
+        pytest.param([(12, 5, 1)], 1, id="some are not there yet"),
+        pytest.param([(128, 136, 0), (128, 136, 0), (129, 136, 0)], 3, id="those on the disk were counted as ready"),
+    ],
+)
+def test_steady_load_begins_once_a_binary_is_ordered(counts: list[tuple[int, int, int]], looks: int) -> None:
+    asked: list[int] = []
+
+    class Server:
+        def get(self, _path: str) -> Any:
+            asked.append(1)
+            told = dict(zip(("ordered", "ready", "failed"), counts[len(asked) - 1], strict=True))
+            return {"internal_states": [{"moe_autotune": {"compile": told}}]}
+
+    server: Any = Server()
+    assert bench_serving.wait_for_order(server)["ordered"] == counts[-1][0]
+    assert len(asked) == looks
+
+
+def test_steady_load_that_is_too_short_says_so(tmp_path: Path) -> None:
+    code, found = run(tmp_path, "--part", "steady", "--steady-s", "0.5")
+    assert code == 1
+    assert "throughput" not in found["steady"]
+    assert not held(found)["steady load, throughput"]
+    assert not held(found)["steady load, inter-token latency"]
 
 
 def test_passes_of_tuning_under_steady_load_are_found_out(tmp_path: Path) -> None:
-    _, found = run(tmp_path, "--part", "steady", rude=True)
+    _, found = run(tmp_path, "--part", "steady", "--steady-s", "2", rude=True)
     assert not held(found)["passes of tuning under steady load"]
 
 
@@ -275,10 +303,10 @@ def test_a_part_that_fails_does_not_take_the_others_along(tmp_path: Path, monkey
         answer(path, {"error": "KeyError: planted"} if path.name.startswith("renew") else value)
 
     monkeypatch.setattr(probe, "_answer", planted)
-    code, found = run(tmp_path, "--part", "ttft", "--part", "steady", "--warm-s", "0")
+    code, found = run(tmp_path, "--part", "ttft", "--part", "steady", "--warm-s", "0", "--steady-s", "2")
     assert code == 1
     assert list(found["faults"]) == ["ttft"]
-    assert len(found["steady"]["on"]) == 2
+    assert found["steady"]["blocks"] > 10
     assert found["seconds"].keys() >= {"ttft", "steady", "one server"}
     assert (tmp_path / "kept" / "store.tar.gz").exists()
 
