@@ -57,7 +57,7 @@ class Round:
     """Puts the launches of one trial together to samples."""
 
     def __init__(self, sampling: Sampling) -> None:
-        self._size, self._routings = sampling.per_sample, sampling.per_sample * sampling.per_round
+        self._size = sampling.per_sample
         self.launched = 0
         """of each side so far: says which routing is next"""
         self._slices = 0
@@ -70,8 +70,9 @@ class Round:
     @property
     def begins(self) -> bool:
         """Does the candidate begin the next slice? The first launches of a slice may be slower than the others, so each
-        side begins as many slices: A, B, B, A, ..., and the other way round with each round of the routings."""
-        return (self._slices + self.launched // self._routings) % 4 in (0, 3)
+        side begins as many slices, in the order of Thue and Morse (A B B A, B A A B, ...), which has no period that the
+        number of slices in a round could share: it would tie sides to routings, or to the longer slices of a round."""
+        return self._slices.bit_count() % 2 == 0
 
     def add(self, times: Sequence[Sample], inner: int = 1) -> list[Sample]:
         """The samples that are complete with a slice's times, which are means over ``inner`` launches of a side, or

@@ -64,13 +64,14 @@ def test_each_side_begins_half_of_the_slices_whatever_their_size(size: int, samp
 
 
 @pytest.mark.parametrize("pairs", range(1, 8))
+@pytest.mark.parametrize("wanted", [1, 12])
 @pytest.mark.parametrize("sampled", [Sampling(8, 1), Sampling(1, 4)], ids=["few-tokens", "many-tokens"])
-def test_a_slow_first_launch_of_each_slice_favours_no_side(sampled: Sampling, pairs: int) -> None:
+def test_a_slow_first_launch_of_each_slice_favours_no_side(sampled: Sampling, wanted: int, pairs: int) -> None:
     turns, samples = Round(sampled), []
     while len(samples) < 960 // sampled.per_sample:
         begins = turns.begins
         cold = [Sample(1.25, 1.0) if begins else Sample(1.0, 1.25)]
-        samples += turns.add((cold + [Sample(1.0, 1.0)] * pairs)[: min(pairs, turns.pairs(12))])
+        samples += turns.add((cold + [Sample(1.0, 1.0)] * pairs)[: min(pairs, turns.pairs(wanted))])
     logs = [math.log(ours / theirs) for ours, theirs in samples]
     assert abs(statistics.fmean(logs)) < 0.002
     assert abs(sum(log > 0 for log in logs) - sum(log < 0 for log in logs)) <= 0.06 * len(logs) + 2
