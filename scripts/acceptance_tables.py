@@ -31,17 +31,21 @@ def rounded(value: Any) -> Any:
     return [rounded(part) for part in value] if isinstance(value, list) else value
 
 
+def figures(row: dict[str, Any], digits: int) -> str:
+    """What was learned, its gain and the interval of that."""
+    if row["verdict"] != "faster":
+        return "kept | |"
+    span = f"{100 * row['gain_low']:.1f} to {100 * row['gain_high']:.1f} %"
+    return f"{row['chosen_us']:.{digits}f} | {100 * row['gain']:.1f} % | {span}"
+
+
 def whole_table(rows: list[dict[str, Any]]) -> list[str]:
     """Every M."""
     lines = ["| M | heuristic us | learned us | gain | interval | samples | up | down |", "|" + "---|" * 8]
     for row in rows:
         up, down = (KernelConfig.from_dict(row[gemm]) for gemm in ("up", "down"))
-        if row["verdict"] == "faster":
-            span = f"{100 * row['gain_low']:.1f} to {100 * row['gain_high']:.1f} %"
-            figures = f"{row['chosen_us']:.1f} | {100 * row['gain']:.1f} % | {span}"
-        else:
-            figures = "kept | |"
-        lines.append(f"| {row['M']} | {row['baseline_us']:.1f} | {figures} | {row['samples']} | {up} | {down} |")
+        told = figures(row, 1)
+        lines.append(f"| {row['M']} | {row['baseline_us']:.1f} | {told} | {row['samples']} | {up} | {down} |")
     return lines
 
 
@@ -49,12 +53,7 @@ def readme_table(rows: list[dict[str, Any]], ms: list[int]) -> list[str]:
     """A few M, rounded."""
     lines = ["| tokens (M) | SGLang's heuristic | learned | gain | interval |", "|" + "---|" * 5]
     for row in (r for r in rows if r["M"] in ms):
-        if row["verdict"] == "faster":
-            span = f"{100 * row['gain_low']:.1f} to {100 * row['gain_high']:.1f} %"
-            figures = f"{row['chosen_us']:.0f} | {100 * row['gain']:.1f} % | {span}"
-        else:
-            figures = "kept | |"
-        lines.append(f"| {row['M']} | {row['baseline_us']:.0f} | {figures} |")
+        lines.append(f"| {row['M']} | {row['baseline_us']:.0f} | {figures(row, 0)} |")
     return lines
 
 

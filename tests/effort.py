@@ -21,12 +21,7 @@ def lines(call: Callable[[], object]) -> int:
         count += event == "line"
         return trace
 
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        call()
-    finally:
-        sys.settrace(before)
+    _traced(call, trace)
     return count
 
 
@@ -61,10 +56,14 @@ def stretch(call: Callable[[], object]) -> int:
         longest = max(longest, count)
         return trace
 
+    _traced(call, trace)
+    return longest
+
+
+def _traced(call: Callable[[], object], trace: Callable[[FrameType, str, Any], Any]) -> None:
     before = sys.gettrace()
     sys.settrace(trace)
     try:
         call()
     finally:
         sys.settrace(before)
-    return longest
