@@ -32,7 +32,6 @@ from sglang_moe_autotune import records, status, store
 from sglang_moe_autotune.shapes import GEMMS, KernelConfig, MoeShape
 
 PREFILL_TOKENS, DECODE_BATCH, DECODE_STEPS = 1024, 16, 12
-SETTLE_S = 8.0
 
 
 class Run:

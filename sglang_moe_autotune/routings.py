@@ -40,7 +40,7 @@ def sampling(shape: MoeShape, M: int) -> Sampling:  # noqa: N803
 
 
 def _is_sparse(shape: MoeShape, M: int) -> bool:  # noqa: N803
-    # Of the tokens' choices, half or less fall to the experts of this rank.
+    # With expert parallelism half of the tokens' choices or less fall to the experts of this rank, which E counts.
     return M * shape.top_k < _SPARSE * shape.E * (2 if shape.ep else 1)
 
 

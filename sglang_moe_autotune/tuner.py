@@ -181,7 +181,7 @@ class Tuner:
         self._agenda.wake()
 
     def give_way(self) -> bool:
-        """The same in steps, one a call; True where no bench is open any more."""
+        """``abandon`` in steps, one a call; True where no bench is open any more."""
         if self._ended is not None:
             self._wind_down(self._ended)
         elif self._current is not None:

@@ -73,6 +73,10 @@ class SchedulerProcess:
         self._process.stdin.flush()
         return self._receive()
 
+    def reach(self, folder: Path) -> None:
+        """Modules of this folder can be imported there from now on."""
+        self.run_source("def reach(folder):\n    import sys\n    sys.path.insert(0, folder)\n", "reach", str(folder))
+
     def log(self) -> str:
         """What the process wrote to stdout and stderr so far."""
         return self._log_path.read_text(encoding="utf-8", errors="replace")

@@ -261,9 +261,7 @@ def switched_between_steps() -> dict[str, object]:
 
 @pytest.mark.sglang
 def test_the_probe_takes_the_plugin_out_of_sight_and_puts_it_back(scheduler: SchedulerProcess) -> None:
-    scheduler.run_source(
-        f"def path():\n    import sys\n    sys.path.insert(0, {str(Path(steady_probe.__file__).parent)!r})\n", "path"
-    )
+    scheduler.reach(Path(steady_probe.__file__).parent)
     told = scheduler.run(switched_between_steps)
     assert told["told"] == {"compile_processes_watched": False}
     assert told["seen"] == told["states"]

@@ -424,9 +424,7 @@ def timed_hooks() -> dict[str, object]:
 
 @pytest.mark.sglang
 def test_the_probe_sees_slices_and_times_the_hooks_in_a_scheduler(scheduler: SchedulerProcess) -> None:
-    scheduler.run_source(
-        f"def path():\n    import sys\n    sys.path.insert(0, {str(Path(bench_serving.__file__).parent)!r})\n", "path"
-    )
+    scheduler.reach(Path(bench_serving.__file__).parent)
     told = scheduler.run(timed_hooks)
     assert told["slices"] > 20
     assert told["in_order"]
@@ -490,9 +488,7 @@ def test_what_was_forgotten_is_learned_again_beside_its_records_in_the_store(
     start_scheduler: Callable[..., SchedulerProcess],
 ) -> None:
     process = start_scheduler()  # of its own: the plugin of the other one has had parts replaced
-    process.run_source(
-        f"def path():\n    import sys\n    sys.path.insert(0, {str(Path(bench_serving.__file__).parent)!r})\n", "path"
-    )
+    process.reach(Path(bench_serving.__file__).parent)
     told = process.run(forgotten)
     assert told["kept"] == [True, len(set(told["first"]))]
     assert told["queued"] == len(told["ms"])
