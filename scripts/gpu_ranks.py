@@ -4,14 +4,15 @@
     gpu_ranks.py --out DIR --part tp differ    (9 minutes, of which the first start of a fresh machine takes 3)
     gpu_ranks.py --out DIR --part two one      (6)
     gpu_ranks.py --out DIR --part ep           (5)    [--work DIR] [--idle-s 60] [-- more server flags]
+    gpu_ranks.py --out DIR --part first        (3)
 
 ``tp``: a TP=2 server learns; tuning switched on and off in turn beside requests, rank 1 stopped for 3 s while it tunes
 and again in the middle of a vote, rows and epochs of both; then both capture graphs together on that vote. ``differ``:
 TP=2 with those rows on one rank only, with custom all-reduce and with NCCL: the same log-probabilities. ``two`` and
 ``one``: nothing but learning, the same local shape on two GPUs and on one, for the speed-up; each begins with the
-kernels that a start compiles and no others. ``ep``: an EP=2 server, all that ``tp`` does. Later parts find what earlier
-ones left in the work folder (Triton's cache, the store, the first answers), if it is the same machine. Within a part
-what cannot end in time is left out, and what was found is kept.
+kernels that a start compiles and no others. ``ep``: an EP=2 server, all that ``tp`` does. ``first``: of ``tp`` the
+times to first token alone. Later parts find what earlier ones left in the work folder (Triton's cache, the store, the
+first answers), if it is the same machine. Within a part what cannot end in time is left out; what was found is kept.
 """
 
 from __future__ import annotations
@@ -46,15 +47,15 @@ if TYPE_CHECKING:
 
     from sglang_moe_autotune.shapes import ConfigPair
 
-PARTS = ("tp", "differ", "two", "one", "ep")
-NEEDED_S = {"tp": 200.0, "differ": 100.0, "two": 120.0, "one": 120.0, "ep": 150.0}
-COLD = ("two", "one")
+PARTS = ("tp", "differ", "two", "one", "ep", "first")
+NEEDED_S = {"tp": 200.0, "differ": 100.0, "two": 120.0, "one": 120.0, "ep": 150.0, "first": 110.0}
+COLD = ("two", "one", "first")
 MEMORY = ("--mem-fraction-static", "0.6")
 SHORT = (*FEWER_SIZES, *MEMORY)
 MANY = ("--chunked-prefill-size", "2048", "--cuda-graph-max-bs-decode", "16", *MEMORY)
 """44 M, so that what comes once (the first binaries) is the lesser part of the time to learn all of them"""
 STOP_S = 3.0
-TURNS, TURN_S, RATE = 5, 5.0, 4.0
+TURNS, TURN_S, RATE = 5, 6.0, 7.0
 AT_WORK: tuple[status.State, ...] = ("tuning", "waiting")
 LEAST_MET = 0.3
 """of the requests, below which times to first token say nothing of tuning"""
@@ -65,11 +66,11 @@ SETTLED_S = 12.0
 LIMITS_MS = {"p50": 0.5, "p99": 2.0, "max": 5.0}
 """what tuning may add to a time to first token"""
 HALVED = Model(intermediate=512)
-MODELS = {"tp": HALVED, "differ": HALVED, "two": HALVED, "one": Model(), "ep": Model(experts=512)}
+MODELS = {"tp": HALVED, "differ": HALVED, "two": HALVED, "one": Model(), "ep": Model(experts=512), "first": HALVED}
 # The fusion that SGLang turns on by itself compiles FlashInfer's kernels at the start, for minutes.
 TWO = ("--tp-size", "2", "--enforce-disable-flashinfer-allreduce-fusion")
 FLAGS = {
-    "tp": (*SHORT, *TWO), "one": MANY, "differ": (*SHORT, *TWO), "two": (*MANY, *TWO),
+    "tp": (*SHORT, *TWO), "one": MANY, "differ": (*SHORT, *TWO), "two": (*MANY, *TWO), "first": (*SHORT, *TWO),
     "ep": (*SHORT, *TWO, "--ep-size", "2"),
 }  # fmt: skip
 WAYS = {"custom": (), "nccl": ("--disable-custom-all-reduce",), "symmetric": ("--enable-symm-mem",)}
@@ -110,6 +111,7 @@ class Run:
         install(probe, "ranks_probe", "ranks_probe")
         self.environ = {
             "PYTHONPATH": os.pathsep.join([str(probe), os.environ.get("PYTHONPATH", "")]),
+            "RANKS_PROBE_NOTES": str(self.notes),
             "TRITON_CACHE_DIR": str(self.triton),
             "SGLANG_CACHE_DIR": str(self.work / "cache"),
             "SGLANG_MOE_AUTOTUNE_DIR": str(self.store),
@@ -356,11 +358,13 @@ def report(run: Run, server: Server, taken_s: float, ranks: int) -> None:
     run.found["live"] = {
         str(rank): {"epoch": x.epoch, "rows": x.rows, "gpu_s": x.gpu_s, "slices": x.slices, "waits": x.waits,
                     "passes_over": x.passes_over, "pauses": x.pauses, "pass_longest_us": x.pass_longest_us,
+                    "pass_longest_did": x.pass_longest_did,
                     "pass_p99_us": x.pass_p99_us, "left": len(x.queue),
                     "compile": [x.compile.ordered, x.compile.ready, x.compile.failed],
                     "compiles_for_tuning": x.serving_compiles_for_tuning, "deferred": dict(x.deferred)}
         for rank, x in sorted(live.items())
     }  # fmt: skip
+    run.found["long_passes"] = [path.read_text().splitlines() for path in sorted(run.notes.glob("long-*.jsonl"))]
     log = server.text()
     run.found["answered_s"] = {str(M): [first, last] for M, (first, last, _) in sorted(run.answers.items())}
     run.found["epoch_log"] = [x[-260:] for x in log.splitlines() if "MoE autotune, epoch" in x]
@@ -388,7 +392,7 @@ def part_tp(run: Run, parts: Parts) -> None:
 
 
 def part_ep(run: Run, parts: Parts) -> None:
-    whole_life(run, parts, TURNS - 2)
+    whole_life(run, parts, TURNS - 1)
     shapes = slugs(run)
     local = any(x.startswith("E256-") and "-ep" in x for x in shapes)
     run.check("keyed on local experts, with ids of -1", local, str(shapes))
@@ -476,6 +480,15 @@ def together(run: Run, server: Server, stock: list[Answer], noise: dict[str, flo
     run.check("answers agree as two stock runs do", agree(found, noise), f"{told(found)}; stock {told(noise)}")
 
 
+def part_first(run: Run, parts: Parts) -> None:
+    with run.serve("learns", RANKS_PROBE_GRAPHS=str(run.notes)) as server:  # nobody is ready: it only counts
+        server.generate(prompts(), 8)
+        turns = max(2, min(TURNS, int((parts.left_s - 20) / (2 * (TURN_S + 1)))))
+        first_tokens(run, server, turns)
+        run.found["compile_processes"] = run.options.compile_processes
+        log_is_clean(run, server, "at the end")
+
+
 def part_two(run: Run, parts: Parts) -> None:
     learn_only(run, parts, 2)
 
@@ -491,6 +504,8 @@ def part_one(run: Run, parts: Parts) -> None:
 
 def learn_only(run: Run, parts: Parts, ranks: int) -> None:
     with run.serve("learns") as server:
+        if run.found["cache"] == "empty":
+            keep_cache(run)  # the next part begins with what this one began with
         begun = run.begin()
         server.generate(prompts(), 8)
         taken_s = wait_until_learned(run, min(run.options.cold_s, parts.left_s - 40), begun, ranks)
@@ -602,6 +617,7 @@ def main() -> int:
     parts = Parts(options.out / "ranks_run.json", options.budget_s, {"options": vars(options)})
     parts.run("machine", lambda: parts.found.update(machine=gpu_acceptance.machine() | {"links": links()}))
     bodies = {"tp": part_tp, "differ": part_differ, "two": part_two, "one": part_one, "ep": part_ep}
+    bodies["first"] = part_first
     good = True
     for name in PARTS:
         if name not in options.part:

@@ -12,8 +12,10 @@ import time
 from typing import Final
 
 EVERY_S: Final = 100e-6
-LENGTH_S: Final = 50e-6
-"""long enough for a thread that waits to wake; shorter ones, as of ``time.sleep(0)``, are over before it does"""
+LENGTH_S: Final = 500e-6
+"""A thread that waits wakes within 50 us; shorter ones, as of ``time.sleep(0)``, are over before it does. But it gives
+the interpreter up at each launch, and gets it again behind this one: with breaths as long as a slice, a slice meets a
+part or two of a long work and not all of it."""
 
 
 class Breath:

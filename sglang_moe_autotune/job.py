@@ -1,9 +1,9 @@
 """The job: one (shape, M) from the first slice to a record, as a generator that yields between slices.
 
 Search, then the best pair against the baseline: paired test, outputs compared in every case, a second test with
-fresh samples, adoption. A pair that is refused makes way for the next one; what is not clearly faster ends the
-job with the baseline. Where that is a learned pair, it may have become slow since it won: a winner over it is taken
-only if it is faster than SGLang's own config now, too.
+fresh samples (by other ranks, where there are some), adoption. A pair that is refused makes way for the next one; what
+is not clearly faster ends the job with the baseline. Where that is a learned pair, it may have become slow since it
+won: a winner over it is taken only if it is faster than SGLang's own config now, too.
 """
 
 from __future__ import annotations
@@ -89,8 +89,10 @@ class Job:
         quick: bool = False,
         only: frozenset[KernelConfig] | None = None,
         own: ConfigPair | None = None,
+        shared: bool = False,
     ) -> None:
-        """allowance, quick, only: as of a ``Search``. own: SGLang's own config, where the baseline is another."""
+        """allowance, quick, only: as of a ``Search``. own: SGLang's own config, where the baseline is another. shared:
+        what it finds is a proposal, which others put to a second test before it is served."""
         self.shape, self.M, self.baseline = shape, M, baseline
         self.phase: Phase = "preparing"
         self.prepared = False
@@ -100,7 +102,7 @@ class Job:
         self._bench, self._experience, self._prior = bench, experience, prior
         self._options, self._clock = options, clock
         self._allowance, self._quick, self._only = allowance, quick, only
-        self._own = baseline if own is None else own
+        self._own, self._shared = baseline if own is None else own, shared
         self._tried, self._why = False, ""
 
     def steps(self) -> Steps:
@@ -208,7 +210,8 @@ class Job:
         if not (yield from self._await(pair)):
             self.refused[pair] = "its binaries did not get ready"
             return False
-        first = yield from self._test(pair, search, Sampling(self._bench.sampling.per_sample))
+        full = self._bench.sampling
+        first = yield from self._test(pair, search, full if self._shared else Sampling(full.per_sample))
         if first.outcome != "faster":
             self._note_tie(first, measured)
             return True
@@ -216,12 +219,14 @@ class Job:
         compared = yield from self._compare(pair)
         if not all(comparison.ok for comparison in compared):
             return False
-        self.phase = "confirming"
-        second = yield from self._test(pair, search, self._bench.sampling)
-        if second.outcome != "faster":
-            self._note_tie(second, measured)
-            return True
-        proven = yield from self._prove(pair, second, search)
+        last, before = first, 0
+        if not self._shared:
+            self.phase = "confirming"
+            last, before = (yield from self._test(pair, search, full)), first.samples
+            if last.outcome != "faster":
+                self._note_tie(last, measured)
+                return True
+        proven = yield from self._prove(pair, last, search)
         if proven is None:
             return True
         self.phase = "adopting"
@@ -231,7 +236,7 @@ class Job:
             yield from self._rest()
         yield "worked"
         if state == "ready":
-            samples = first.samples + proven.samples
+            samples = before + proven.samples
             worst = max(compared, key=lambda comparison: comparison.error, default=None)
             runs = sum(comparison.runs for comparison in compared)
             self.outcome = Outcome(pair, proven.estimate, proven.own_us, samples, measured, worst, runs)
@@ -267,11 +272,9 @@ class Job:
             yield "worked"
         return ready
 
-    def _test(
-        self, pair: ConfigPair, search: Search, sampling: Sampling
-    ) -> Generator[Progress, None, PairedTest]:
-        """A paired test from nothing. The first one of a pair may go by single samples, which take less time: what
-        they favour by chance, or for one kind of routing, the second one sees."""
+    def _test(self, pair: ConfigPair, search: Search, sampling: Sampling) -> Generator[Progress, None, PairedTest]:
+        """A paired test from nothing. The first of two on this rank may go by single samples, which take less time:
+        what they favour by chance, or for one kind of routing, the second one sees."""
         test = PairedTest(self._options.min_gain, self._options.error_rate, self._options.floor, sampling=sampling)
         yield from self._feed(test, pair, search)
         return test

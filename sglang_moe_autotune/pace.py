@@ -29,7 +29,7 @@ _LONG_FACTOR: Final = 8.0
 _WINDOW_S: Final = 60.0
 _RARE: Final = 100
 _FAR: Final = 4.0
-_FIRST_PAUSE_S: Final = 10.0
+_FIRST_PAUSE_S: Final = 2.0
 _LONGEST_PAUSE_S: Final = 600.0
 
 
@@ -73,7 +73,7 @@ class Watch:
     """Counts how long passes took, and pauses tuning where a bound was broken twice within a minute: by passes that are
     more than one in a hundred, or by several times what they may take.
 
-    A pause doubles with each one, from ten seconds to ten minutes; after ten minutes without it starts small again.
+    A pause doubles with each one, from two seconds to ten minutes; after ten minutes without it starts small again.
     """
 
     def __init__(self) -> None:

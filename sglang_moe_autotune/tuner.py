@@ -241,6 +241,7 @@ class Tuner:
             quick=entry.looks == 0,
             only=look.only,
             own=entry.baseline,
+            shared=self._provider.share.ranks > 1,
         )
         self._job = job
         for progress in job.steps():

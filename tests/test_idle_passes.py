@@ -528,7 +528,7 @@ def test_tuning_pauses_itself_when_two_passes_were_too_long_and_says_so_once(wor
     told = world.run(over_its_bound)
     assert told["rows"][0] == [1, "tuning", ""]
     assert [row[0] for row in told["rows"]] == [1, 1, 0, 0, 0, 0]
-    assert told["rows"][-1][1:] == ["standing aside", "paused for 10 s"]
+    assert told["rows"][-1][1:] == ["standing aside", "paused for 2 s:"]
     assert told["steps"] == 4
     assert told["pauses"] == 2
     assert len(told["log"]) == 1

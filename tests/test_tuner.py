@@ -12,12 +12,14 @@ import pytest
 import synthetic
 from record_values import H200
 
-from sglang_moe_autotune import noise
+from sglang_moe_autotune import job, noise
 from sglang_moe_autotune.agenda import FINISHED_LOOKS
-from sglang_moe_autotune.bench import Bench, Comparison, Declined
+from sglang_moe_autotune.bench import ALONE, Bench, Comparison, Declined, Share
+from sglang_moe_autotune.decision import PairedTest
 from sglang_moe_autotune.experience import Trial
 from sglang_moe_autotune.records import Contents, Evidence, Record, merge
 from sglang_moe_autotune.replay import ReplayProvider
+from sglang_moe_autotune.routings import Sampling, sampling
 from sglang_moe_autotune.search import SearchOptions
 from sglang_moe_autotune.search_space import filled
 from sglang_moe_autotune.shapes import ConfigPair
@@ -45,6 +47,7 @@ class Watched:
         self.calls: list[str] = []
         self.answers = answers
         self.open_benches = 0
+        self.share = ALONE
 
     def open(self, shape: MoeShape, M: int, baseline: ConfigPair) -> Bench | str:  # noqa: N803
         self.calls.append(f"open {M}")
@@ -444,6 +447,28 @@ def test_what_a_pair_leaves_as_it_was_is_neither_compared_nor_timed_again() -> N
     assert any(len(changed) == 1 for changed, _ in found)
     for changed, launched in found:
         assert launched == changed
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_what_other_ranks_put_to_a_second_test_has_one_here_by_all_routings(
+    monkeypatch: pytest.MonkeyPatch, ranks: int
+) -> None:
+    bed, tests, phases = Bed(options=ONE_LOOK), [], set()
+    bed.provider.share = Share(0, ranks)
+
+    def tested(*args: Any, sampling: Sampling) -> PairedTest:
+        phases.add(bed.tuner.snapshot().phase)
+        tests.append(sampling)
+        return PairedTest(*args, sampling=sampling)
+
+    monkeypatch.setattr(job, "PairedTest", tested)
+    found = bed.add(512).finish()
+    assert [record.verdict for record in found] == ["faster"]
+    full = sampling(SHAPE, 512)
+    assert full.per_round > 1
+    assert (phases, tests) == (
+        ({"deciding"}, [full]) if ranks > 1 else ({"deciding", "confirming"}, [Sampling(full.per_sample), full])
+    )
 
 
 def test_a_winner_that_a_further_look_finds_slower_than_sglangs_own_is_given_up_for_all_copies() -> None:
