@@ -13,7 +13,9 @@ from sglang_moe_autotune.patience import Patience
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
 
-    from sglang_moe_autotune.bench import Bench, BenchmarkProvider
+    from sglang_moe_autotune import inspection
+    from sglang_moe_autotune.bench import Bench, BenchmarkProvider, Readiness
+    from sglang_moe_autotune.records import Record
 
 Step = Literal["worked", "waiting", "nothing"]
 
@@ -141,23 +143,17 @@ class Checks:
             if not noted and bench.launch_us > self._slice_us and self._current is not None:
                 noted = self._current.long = True  # from here on in deep idle only
             yield "worked"
-        if found.outcome == "unsure":
-            raise Declined(found.reason)
-        if found.outcome != "holds":
-            return Finding(proposal.id, "refused", samples=found.evidence.samples, reason=found.reason)
-        patience.renew()
+        state = (yield from self._adopt(bench, record)) if found.outcome == "holds" else "ready"
+        while not bench.wind_down():
+            yield "worked"
+        return _finding(proposal, found, state)
+
+    def _adopt(self, bench: Bench, record: Record) -> Generator[Step, None, Readiness]:
+        patience = Patience(_WAIT_S, self._clock)
         while (state := bench.adopt(record.pair)) == "waiting" and not patience.ended():
             yield from self._rest()
         yield "worked"
-        if state == "waiting":
-            raise Declined("its binary is not ready")
-        if state != "ready":
-            return Finding(proposal.id, "refused", reason="serving would have had to compile it")
-        evidence = found.evidence
-        return Finding(
-            proposal.id, "holds", evidence.gain, evidence.gain_low, evidence.gain_high, evidence.samples, "",
-            evidence.max_error, evidence.tolerance, evidence.runs,
-        )  # fmt: skip
+        return state
 
     def _rest(self) -> Generator[Step, None, None]:
         until_s = self._clock() + _REST_S
@@ -189,3 +185,20 @@ class Checks:
         self._counted_s = 0.0
         if bench is not None:
             bench.close()
+
+
+def _finding(proposal: Proposal, found: inspection.Finding, state: Readiness) -> Finding:
+    """For the one who proposes it. Raises Declined where nothing can be said now."""
+    if found.outcome == "unsure":
+        raise Declined(found.reason)
+    if found.outcome != "holds":
+        return Finding(proposal.id, "refused", samples=found.evidence.samples, reason=found.reason)
+    if state == "waiting":
+        raise Declined("its binary is not ready")
+    if state != "ready":
+        return Finding(proposal.id, "refused", reason="serving would have had to compile it")
+    evidence = found.evidence
+    return Finding(
+        proposal.id, "holds", evidence.gain, evidence.gain_low, evidence.gain_high, evidence.samples, "",
+        evidence.max_error, evidence.tolerance, evidence.runs,
+    )  # fmt: skip

@@ -188,9 +188,10 @@ class Serving:
             return True
         if self.never or self.tuner is None:
             return False
-        if reason := self.switch.why or self.died or self.watch.why_paused(now) or releases.why_not_now(scheduler):
-            self._stand_aside(reason)  # the first one of the table in docs/limits.md that holds
-            return False
+        urgent = releases.why_not_now(scheduler)
+        if reason := self.switch.why or self.died or self.watch.why_paused(now) or urgent:
+            # the first one of the table in docs/limits.md that holds
+            return self._retire(reason, now, at_once=bool(urgent))
         quiet_s = now - self._last_request_s
         deep = quiet_s >= self.settings.deep_idle_s
         self.idle_time.passed(now, quiet_s, deep=deep, queued=self.state in {"tuning", "waiting"})
@@ -210,8 +211,7 @@ class Serving:
             self._observe(began_s, now, launched=False)
             return True
         if not self.budget.left(now):
-            self._stand_aside(f"this hour's {self.settings.budget_s:g} GPU seconds are spent")
-            return False
+            return self._retire(f"this hour's {self.settings.budget_s:g} GPU seconds are spent", now)
         if releases.capturing():
             self._stand_aside("graphs are being captured")
             return False
@@ -326,6 +326,15 @@ class Serving:
     def _submit_note(self, note: ShapeNote) -> None:
         assert self.store is not None  # noqa: S101 - for the type checker
         self.store.submit(note=note)
+
+    def _retire(self, reason: str, now: float, *, at_once: bool = False) -> bool:
+        """Stand aside. Where there is no hurry a job's bench is given back in steps, one a pass, which are work."""
+        began_s = time.perf_counter()
+        if not at_once and self.tuner is not None and not self.tuner.give_way():
+            self._observe(began_s, now, launched=False)
+            return True
+        self._stand_aside(reason)
+        return False
 
     def _stand_aside(self, reason: str) -> None:
         if self.reason != reason:

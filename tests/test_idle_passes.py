@@ -40,7 +40,7 @@ def prepare() -> None:
         def __init__(self, result: str = "worked", takes_s: float = 0.0004) -> None:
             self.result, self.takes_s, self.gpu_s = result, takes_s, 0.0
             self.steps: list[bool] = []
-            self.abandoned = 0
+            self.abandoned = self.to_give = 0
 
         def step(self, deep_idle: bool) -> str:
             self.steps.append(deep_idle)
@@ -50,6 +50,10 @@ def prepare() -> None:
 
         def abandon(self) -> None:
             self.abandoned += 1
+
+        def give_way(self) -> bool:
+            self.to_give -= self.to_give > 0
+            return not self.to_give
 
         def add(self, *_: object) -> None: ...
         def heat(self, *_: object) -> None: ...
@@ -221,6 +225,34 @@ def test_c26_a_server_that_is_not_shown_to_be_safe_never_tunes(world: SchedulerP
     during, slept, reason, after, _ = world.run(aside, name)
     assert (during, slept, after) == (0, 10, 0)
     assert FOR_GOOD[name] in reason
+
+
+def given_back() -> list[object]:
+    import builtins
+
+    world = builtins.world  # type: ignore[attr-defined]
+    found = []
+    for urgent in (False, True):
+        state, scheduler = world.fresh(), world.Scheduler()
+        scheduler.on_idle()
+        state.tuner.to_give = 4
+        state.switch.asked, scheduler._engine_paused = "off", urgent
+        passes = []
+        for _ in range(5):
+            world.clock.now += 0.001
+            before = sum(state.watch.counts)
+            scheduler.on_idle()
+            passes.append([sum(state.watch.counts) - before, state.tuner.abandoned, state.state])
+        found.append([passes, len(state.tuner.steps)])
+    return found
+
+
+@pytest.mark.sglang
+def test_a_bench_is_given_back_in_passes_that_count_unless_the_engine_needs_it_at_once(world: SchedulerProcess) -> None:
+    (patient, steps), (urgent, _) = world.run(given_back)
+    assert patient == [[1, 0, "tuning"]] * 3 + [[0, 1, "standing aside"]] * 2
+    assert steps == 1
+    assert urgent == [[0, 1, "standing aside"]] * 5
 
 
 def on_two_ranks() -> dict[str, object]:
