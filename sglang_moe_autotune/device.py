@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from sglang_moe_autotune import pace, releases
+from sglang_moe_autotune import pace, regimes, releases
 from sglang_moe_autotune.fitting import space_of
 from sglang_moe_autotune.post import server_name
 from sglang_moe_autotune.prior import Prior, find_files
@@ -99,6 +99,7 @@ def make_tuner(
         sglang=releases.version(),
         driver=releases.driver_version(),
     )
+    regimes.prepare()
     prior = Prior(find_files(releases.shipped_folder()), device.environment.device_name)
     for record in seeds:
         prior.learn(record, here=False)

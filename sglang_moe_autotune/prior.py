@@ -181,7 +181,13 @@ class Prior:
         supported = list(islice((configs[n] for n in order if configs[n] in space), count))
         if len(supported) < count:
             rest = chain(regimes.order(shape, M), sorted(space, key=str) if len(space) < count else ())
-            supported = list(islice(dict.fromkeys(c for c in chain(supported, rest) if c in space), count))
+            known = set(supported)
+            for config in rest:
+                if len(supported) == count:
+                    break
+                if config in space and config not in known:
+                    known.add(config)
+                    supported.append(config)
         return supported
 
     def _weigh(self, table: _Table, shape: MoeShape, gemm: Gemm) -> list[tuple[float, dict[int, int]]]:

@@ -53,6 +53,12 @@ def order(shape: MoeShape, M: int) -> tuple[KernelConfig, ...]:  # noqa: N803
     return _order(next(n for n, regime in enumerate(REGIMES) if rows < regime.rows))
 
 
+def prepare() -> None:
+    """Work out all orders, each of which takes some milliseconds: at a start, where no request waits for it."""
+    for number in range(len(REGIMES)):
+        _order(number)
+
+
 @lru_cache
 def _order(regime_number: int) -> tuple[KernelConfig, ...]:
     regime = REGIMES[regime_number]

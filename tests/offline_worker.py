@@ -18,7 +18,7 @@ from record_values import H200
 from synthetic import bf16_shape, landscape
 
 from sglang_moe_autotune import errand
-from sglang_moe_autotune.bench import Comparison
+from sglang_moe_autotune.bench import ALONE, Comparison
 from sglang_moe_autotune.errand import Errand, Learned
 from sglang_moe_autotune.offline import Outing
 from sglang_moe_autotune.prior import Prior
@@ -40,6 +40,7 @@ class Recordings:
     def __init__(self) -> None:
         self.landscapes: dict[MoeShape, Landscape] = {shape: landscape(shape, MS) for shape in (SHAPE, OTHER)}
         self.loaded: list[MoeShape] = []
+        self.share = ALONE
         self.disagrees = False
         self.error = 0.0
         """of every comparison that agrees"""
