@@ -198,7 +198,7 @@ def tables(found: dict[str, Any]) -> str:
     parts = []
     for row in found.values():
         parts.append(
-            f"## {row['says']}\n\n`{row['shape']}` on {row['device']}{_versions(row)}; microseconds of both GEMMs of a"
+            f"## {row['says']}\n\n`{row['shape']}` on {row['device']}{_versions(row)};\nmicroseconds of both GEMMs of a"
             " layer, medians of launches in turn with the heuristic's.\n\n"
             "| M | heuristic | learned | gain (bounds) | SGLang's file | file's gain | learned against file |\n"
             "|---|---|---|---|---|---|---|"

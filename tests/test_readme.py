@@ -122,6 +122,6 @@ def test_the_readme_counts_what_the_run_has_recorded() -> None:
     assert f"the run above spent {recorded['gpu_s']:.0f}" in readme
     free = [recorded["memory"][when] >> 20 for when in ("free_before", "free_after")]
     assert "Measured: {:,} MiB free before, {:,} after".format(*free) in readme
-    assert "One start each on the H200: {:.0f} s with stored rows, {:.0f} s".format(
+    assert "One start each on the H200: {:.1f} s with stored rows, {:.1f} s".format(
         recorded["started_s"]["3_warm"], recorded["started_s"]["2_exported"]
     ) in readme  # fmt: skip
