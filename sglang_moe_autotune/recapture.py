@@ -30,8 +30,8 @@ Outcome = Literal["recaptured", "put off", "failed", "withdrawn"]
 of its own, because its old one held an answer that was taken back."""
 
 SHOWN: frozenset[tuple[str, str, str]] = frozenset()
-"""release, attention backend and KV pool that one rank was shown with on a GPU: there it is the default. None yet: what
-``scripts/gpu_recapture.py`` showed is one model for some minutes, and ``scripts/gpu_soak.py --recapture`` was not run."""
+"""release, attention backend and KV pool that one rank was shown with on a GPU: there it is the default. None yet:
+``scripts/gpu_recapture.py`` showed one model for some minutes, and ``scripts/gpu_soak.py --recapture`` was not run."""
 
 _QUIET_S = 10.0
 """no shorter, whatever the settings say: a capture takes far longer than a slice"""

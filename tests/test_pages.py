@@ -45,6 +45,14 @@ def test_links_and_settings_on_a_page_exist(page: Path) -> None:
         assert named <= known
 
 
+@pytest.mark.parametrize("page", [DOCS.parent / "README.md", *PAGES], ids=lambda page: page.name)
+def test_links_into_a_page_lead_to_a_heading(page: Path) -> None:
+    for target, anchor in re.findall(r"\]\(([^)#:]*)#([^)]+)\)", page.read_text(encoding="utf-8")):
+        text = (page.parent / target if target else page).read_text(encoding="utf-8")
+        headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+        assert anchor in {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
 @pytest.mark.parametrize("page", ["quick_start.md", "fleets.md", "upgrading.md", "how_it_decides.md", "shell.md"])
 def test_the_pages_of_the_tasks_are_there(page: str) -> None:
     assert (DOCS / page).stat().st_size > 1000

@@ -1,0 +1,135 @@
+"""Figures on the pages are those of the JSON files beside them."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+SEARCHES = {
+    "search": "search",
+    "search with the shape's own files too": "search, own files",
+    "search without any file": "search, no files",
+    "prior alone": "prior alone",
+    "TPE after 20 of the prior": "TPE after 20 of the prior",
+    "TPE (Optuna)": "TPE",
+    "random": "random",
+    "grid": "grid",
+}
+"""a line of the table on how_it_decides.md, and its name in search.json"""
+RIVALS = ("random", "grid", "prior alone", "TPE", "TPE after 20 of the prior")
+
+
+def text(page: str) -> str:
+    return (ROOT / page).read_text(encoding="utf-8")
+
+
+def words(page: str) -> str:
+    return " ".join(text(page).split())
+
+
+def recorded(name: str) -> Any:
+    return json.loads(text(f"docs/{name}.json"))
+
+
+def cells(page: str, first: str) -> list[str]:
+    """What stands behind the first cell, in the one line of a table that begins so."""
+    [line] = [line for line in text(page).splitlines() if line.startswith(f"| {first} |")]
+    return [cell.strip() for cell in line.split("|")[2:-1]]
+
+
+def shapes() -> list[dict[str, Any]]:
+    """What search.json has of each shape, in the order of the table's columns."""
+    by_shape = recorded("search")["landscapes"]
+    by_size = {tuple(slug.split("-")[:3]): of for slug, of in by_shape.items()}
+    heads = [line for line in text("docs/how_it_decides.md").splitlines() if line.startswith("| | E128 ")]
+    found = [by_size[tuple(head.split()[:3])] for head in heads[0].strip("| ").split("|")]
+    assert len(found) == len(by_shape)
+    return found
+
+
+def test_the_search_on_recorded_shapes() -> None:
+    page = "docs/how_it_decides.md"
+    found = shapes()
+    for line, name in SEARCHES.items():
+        told = [f"{100 * of[name]['regret_geomean']:.2f} %, {100 * of[name]['regret_p95']:.2f} %" for of in found]
+        assert cells(page, line) == told, line
+    told = [
+        f"{100 * of['search']['after_20_compiled']:.2f} % ({100 * of['search, no files']['after_20_compiled']:.2f} %)"
+        for of in found
+    ]
+    assert cells(page, "search after 20 configs (without any file)") == told
+    spent = [[of[name]["gpu_s"] for name in RIVALS] for of in found]
+    told = [f"{of['search']['gpu_s']:.1f} ({min(s):.1f}-{max(s):.1f})" for of, s in zip(found, spent, strict=True)]
+    assert cells(page, "GPU seconds: search (others)") == told
+    every = [of["search, all captured sizes"] for of in found]
+    told = [
+        f"{len(of['per_m'])} M: {100 * of['regret_geomean']:.2f} %, {100 * of['regret_p95']:.2f} %" for of in every
+    ]
+    assert cells(page, "search at all captured sizes, 12 seeds") == told
+    told = [f"{of['gpu_s']:.1f}, {of['winners']:.1f}" for of in every]
+    assert cells(page, "its GPU seconds, distinct winners") == told
+    told = [f"{of['search']['winners']:.1f} ({of['prior alone']['winners']:.1f})" for of in found]
+    assert cells(page, "distinct winners: search (prior alone)") == told
+    rows = [of for shape in found for name, of in shape.items() if name.startswith("search")]
+    assert f"None of the {sum(of['accepted'] for of in rows):,} rows that the searches took" in words(page)
+    assert not any(of["not_faster"] for of in rows)
+
+
+@pytest.mark.parametrize(("part", "column"), [("tp", 0), ("ep", 1)])
+def test_servers_of_two_ranks(part: str, column: int) -> None:
+    page, of = "docs/ranks.md", recorded("ranks_gpu")[part]
+    gains = [row["gain"] for row in of["rows"].values() if row["verdict"] == "faster"]
+    mean = 1 - math.exp(sum(math.log(1 - gain) for gain in gains) / len(gains))
+    told = cells(page, "M with a faster row, gain on the slower rank")[column]
+    assert told.startswith(f"{len(gains)} of {len(of['rows'])}")
+    assert f"{100 * min(gains):.1f} to {100 * max(gains):.0f} %, {100 * mean:.1f} %" in told
+    epochs = [str(of["live"][rank]["epoch"]) for rank in "01"]
+    assert cells(page, "epochs logged by each rank, then one table on both")[column] == ", ".join(epochs)
+    times = of["first_token"]
+    on, off, met = times["requests"]["on"], times["requests"]["off"], times["met"]
+    assert cells(page, "requests beside tuning, on and off in turn")[column] == f"{on} and {off}"
+    shares = [f"{100 * met[f'met {rank}'] / met[f'requests {rank}']:.0f} %" for rank in "01"]
+    assert cells(page, "of those with tuning on met a pass of rank 0, of rank 1")[column] == ", ".join(shares)
+    for line, name in (("added time to first token, median (target 0.5 ms)", "p50"), ("99th percentile (2 ms)", "p99")):
+        added = times[name]["added_ms"]
+        told = "{value:.2f} ms ({low:.2f} to {high:.2f})".format(**added)
+        assert cells(page, line)[column].startswith(told)
+    pauses = [ms for told in of["recaptured"] for ms in told["done"].values()]
+    captured = cells(page, "graphs captured anew, the same ones on both")[column]
+    graphs = sum(len(told["done"]) for told in of["recaptured"] if told["rank"] == 0)
+    assert re.match(rf"{graphs} in two\b", captured)
+    assert f"{min(pauses):.0f} to {max(pauses):.0f} ms" in captured
+
+
+def test_requests_beside_tuning() -> None:
+    of = recorded("serving")
+    page, times, met = "docs/measured.md", of["ttft"]["ttft"]["added_ms"], of["ttft"]["ttft_of_those_that_met"]
+    for line, name in (("added time to first token, median", "p50"), ("99th percentile", "p99"), ("largest", "max")):
+        assert cells(page, line)[1].startswith("{value:.2f} ms ({low:.2f} to {high:.2f})".format(**times[name]))
+    told = ", ".join(f"{met['added_ms'][name]['value']:.2f}" for name in ("p50", "p99", "max"))
+    line = f"the same for the {of['ttft']['met_a_slice']} that met a pass: median, 99th percentile, largest"
+    assert cells(page, line)[1] == f"{told} ms"
+    steady = of["steady"]["throughput"]
+    told = "{:.1f} % ({:.1f} to {:+.1f})".format(*(100 * steady[name] for name in ("value", "low", "high")))
+    assert cells(page, "throughput under steady load of 8 streams")[1].startswith(told)
+
+
+def test_the_first_screen_sums_up_what_the_pages_say() -> None:
+    readme, of = words("README.md"), recorded("serving")["ttft"]
+    sent, met, added = of["requests"]["on"], f"{100 * of['share_met']:.0f} %", of["ttft"]["added_ms"]
+    assert f"Of {sent} requests to a server that tuned all the time {met} met a running pass" in readme
+    told = [f"{added['p50']['value']:.2f} ms longer in the median", f"{added['p99']['value']:.1f} ms at the 99th"]
+    assert all(some in readme for some in [*told, f"{added['max']['value']:.1f} ms in the longest"])
+    layers = {name: of for name, of in recorded("coverage_gpu").items() if name not in {"bf16", "ep"}}
+    rows = [row for of in layers.values() for row in of["rows"].values()]
+    gains = [row["learned"]["gain"] for row in rows if row["verdict"] == "faster"]
+    told = f"gained {100 * min(gains):.0f} to {100 * max(gains):.0f} % at {len(gains)} of {len(rows)} token counts"
+    assert told in readme
+    rows = [row for part in ("tp", "ep") for row in recorded("ranks_gpu")[part]["rows"].values()]
+    assert f"learned {sum(row['verdict'] == 'faster' for row in rows)} of {len(rows)} token counts" in readme
