@@ -1,4 +1,4 @@
-"""Counts how often a config that is not faster is called faster, in the noise of an idle GPU.
+"""Counts how often a config that is not faster is called faster: with noise a launch, and in that of an idle GPU.
 
     scripts/bench decisions                    # 20,000 decisions and 600 searches: a few minutes
     scripts/bench decisions --decisions 1000 --searches 0
