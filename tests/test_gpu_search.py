@@ -386,3 +386,24 @@ def test_what_cannot_work_is_said_before_a_minute_is_spent(
         assert words in capsys.readouterr().err
     with pytest.raises(SystemExit):
         call(monkeypatch)
+
+
+def test_the_page_has_what_was_found() -> None:
+    docs = Path(__file__).resolve().parent.parent / "docs"
+    page, found = (docs / "measured_search.md").read_text(), json.loads((docs / "search_gpu.json").read_text())
+    for line in gpu_search.tables({"learned": found["learned"]}).splitlines():
+        if line.startswith("| "):
+            assert line in page
+    for slug, by_m in found["regret"].items():
+        lines = gpu_search.tables({"regret": {slug: by_m}}).splitlines()
+        assert len(lines) > 4
+        assert all(f"| {slug} {line}" in page for line in lines if line.startswith("| ") and "heuristic" not in line)
+    live, plants, server = found["live"], found["plants"], found["planted_server"]
+    for told in (
+        f"{live['gpu_s']:.1f} GPU seconds",
+        f"{plants['wrong_trials']:,} of 24 kinds; {plants['wrong_admitted']} admitted",
+        f"{plants['honest_trials']}; {plants['honest_refused']} refused", f"{server['measured']} measurements",
+        f"in {server['wrong_measured_faster_than_the_baseline']} of them a wrong",
+    ):  # fmt: skip
+        assert told in page
+    assert not any(server["accepted_by_fault"].values())
