@@ -35,7 +35,8 @@ class Experience:
 
     def __init__(self, space: Iterable[KernelConfig]) -> None:
         self.space = frozenset(space)
-        self.axes = {axis: tuple(sorted({int(getattr(filled(c), axis)) for c in self.space})) for axis in AXES}
+        spelt_out = [filled(config) for config in self.space]
+        self.axes = {axis: tuple(sorted({int(getattr(config, axis)) for config in spelt_out})) for axis in AXES}
         """the values that the space has on each axis"""
         self.measured: dict[int, dict[Trial, Measurement]] = {}
         self.reference: dict[int, ConfigPair] = {}

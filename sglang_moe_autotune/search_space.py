@@ -106,6 +106,12 @@ def legal_space(shape: MoeShape, limit_bytes: int | None = None, *, rocm: bool =
 
     limit_bytes: the opt-in shared memory of a block; configs that exceed it even by the lower bound are left out.
     """
+    # The rules ask for no top_k, which a model may say only with its first batch.
+    return _legal_space(msgspec.structs.replace(shape, top_k=1), limit_bytes, rocm=rocm)
+
+
+@lru_cache(maxsize=64)
+def _legal_space(shape: MoeShape, limit_bytes: int | None, *, rocm: bool) -> tuple[KernelConfig, ...]:
     return tuple(
         config
         for config in full_space(rocm=rocm)

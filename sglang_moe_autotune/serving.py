@@ -165,6 +165,9 @@ class Serving:
             self.start(open_device(self.settings, self.root, self.overlay.layers, self.compiles))
         elif fresh and self.store is not None:
             self.overlay.publish_stored(self.store.contents)
+        if self.tuner is not None:
+            for shape in likely(self.overlay.layers):
+                self.tuner.experience(shape)  # its space takes milliseconds to make, which no request may wait for
         live.log_start(self)
 
     def idle(self, scheduler: Any) -> bool:
@@ -285,8 +288,6 @@ class Serving:
             self.mark = held.journal if held is not None else Journal()
             self.passes.marked = MarkedProvider(device.provider, self.mark)
             self.tuner = self.new_tuner(self.passes.marked, self.agenda)
-            for shape in likely(self.overlay.layers):
-                self.tuner.experience(shape)  # its space takes ten milliseconds to make
         live.start(self)
 
     def look_for_deaths(self) -> str:

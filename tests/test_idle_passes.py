@@ -227,6 +227,32 @@ def test_c26_a_server_that_is_not_shown_to_be_safe_never_tunes(world: SchedulerP
     assert FOR_GOOD[name] in reason
 
 
+def second_model() -> list[object]:
+    import builtins
+    from types import SimpleNamespace
+
+    from sglang_moe_autotune import serving
+
+    world = builtins.world  # type: ignore[attr-defined]
+    state = world.fresh()
+    shapes, prepared = ["the target's"], []
+    state.tuner.experience = prepared.append
+    kept = serving.find_layers, serving.likely
+    serving.find_layers, serving.likely = (lambda *_: iter(())), (lambda _: iter(shapes))
+    try:
+        for more in ((), ("the draft model's",)):
+            shapes.extend(more)
+            state.loaded(SimpleNamespace(model=None, dtype=None))
+    finally:
+        serving.find_layers, serving.likely = kept
+    return prepared
+
+
+@pytest.mark.sglang
+def test_the_spaces_of_a_second_model_are_made_when_it_is_loaded_too(world: SchedulerProcess) -> None:
+    assert world.run(second_model) == ["the target's", "the target's", "the draft model's"]
+
+
 def given_back() -> list[object]:
     import builtins
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -51,6 +52,13 @@ def test_full_space_is_the_grid_of_sglangs_tuner() -> None:
 )
 def test_tiles_that_a_shape_allows(shape: MoeShape, key: str, allowed: set[int]) -> None:
     assert {getattr(c, key) for c in legal_space(shape)} == allowed
+
+
+def test_a_space_is_made_once_whatever_top_k_a_batch_says() -> None:
+    """A model may say its top_k with its first batch only: no request must wait for the space then."""
+    first = legal_space(BF16, 232_448)
+    assert legal_space(msgspec.structs.replace(BF16, top_k=BF16.top_k + 1), 232_448) is first
+    assert legal_space(BF16, 101_376) != first
 
 
 @pytest.mark.parametrize(
