@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from sglang_moe_autotune.shapes import ConfigPair
 
 PARTS = ("tp", "differ", "two", "one", "ep", "first")
-NEEDED_S = {"tp": 200.0, "differ": 100.0, "two": 120.0, "one": 120.0, "ep": 150.0, "first": 110.0}
+NEEDED_S = {"tp": 200.0, "differ": 100.0, "two": 120.0, "one": 120.0, "ep": 150.0, "first": 95.0}
 COLD = ("two", "one", "first")
 MEMORY = ("--mem-fraction-static", "0.6")
 SHORT = (*FEWER_SIZES, *MEMORY)
