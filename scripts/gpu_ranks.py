@@ -428,7 +428,8 @@ def keep_cache(run: Run) -> None:
     """What a start compiles, for the parts that begin with it; a few candidates' binaries may be among it."""
     kept = run.work / "triton-started"
     shutil.rmtree(kept, ignore_errors=True)
-    shutil.copytree(run.triton, kept, ignore=shutil.ignore_patterns("tmp.*"))
+    if run.triton.is_dir():
+        shutil.copytree(run.triton, kept, ignore=shutil.ignore_patterns("tmp.*"))
 
 
 def vote(run: Run, server: Server) -> None:

@@ -159,8 +159,9 @@ def switched() -> dict[str, object]:
         return "worked"
 
     serving.tuner = SimpleNamespace(
-        gpu_s=0.0, step=step, abandon=lambda: abandoned.append(1), add=lambda *_: None, heat=lambda *_: None
-    )
+        gpu_s=0.0, step=step, abandon=lambda: abandoned.append(1), give_way=lambda: True,
+        add=lambda *_: None, heat=lambda *_: None,
+    )  # fmt: skip
     serving._last_request_s -= 1000
     stub = SimpleNamespace(
         server_args=server_args, _engine_paused=False, slept=0,
