@@ -84,9 +84,9 @@ def lookup_module(device_name: str) -> tuple[Any, Any]:
     """
     import importlib
 
-    from sglang.srt.runtime_context import get_context
+    from sglang_moe_autotune import releases
 
-    server_args = get_context().override_server_args().install()
+    server_args = releases.publish_server_args()
     module = importlib.import_module(LOOKUP)
     module.get_device_name = lambda *_: device_name
     return module, server_args

@@ -22,9 +22,10 @@ def prepare() -> None:
     from sglang.srt.layers.moe.moe_runner.base import MoeRunnerConfig
     from sglang.srt.layers.moe.moe_runner.triton import TritonMoeQuantInfo
     from sglang.srt.layers.moe.utils import MoeRunnerBackend
-    from sglang.srt.runtime_context import get_context
 
-    get_context().override_server_args().install()
+    from sglang_moe_autotune import releases
+
+    releases.publish_server_args()
 
     class Layer(torch.nn.Module):
         def __init__(self, backend: str, quant: dict[str, object], config: dict[str, object]) -> None:

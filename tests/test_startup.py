@@ -106,7 +106,6 @@ def before_capture(budget_s: float) -> dict[str, object]:
 
     from record_values import H200
     from sglang.srt.model_executor.model_runner import ModelRunner
-    from sglang.srt.runtime_context import get_context
 
     from sglang_moe_autotune import landscape, live, plugin, releases
     from sglang_moe_autotune.device import Device
@@ -115,7 +114,7 @@ def before_capture(budget_s: float) -> dict[str, object]:
     from sglang_moe_autotune.serving import Serving
     from sglang_moe_autotune.settings import Settings
 
-    args = get_context().override_server_args().install()
+    args = releases.publish_server_args()
     config = importlib.import_module(releases.LOOKUP.module)
     config.get_device_name = lambda *_: "NVIDIA H200"
     recorded = landscape.load(landscape.shipped()[0])

@@ -139,13 +139,12 @@ def switched() -> dict[str, object]:
     from types import SimpleNamespace
 
     from sglang.srt.managers.scheduler import Scheduler
-    from sglang.srt.runtime_context import get_context
 
     from sglang_moe_autotune import live, plugin, releases, switch
     from sglang_moe_autotune.lookup import CallKey
     from sglang_moe_autotune.shapes import ConfigPair, KernelConfig
 
-    server_args = get_context().override_server_args().install()
+    server_args = releases.publish_server_args()
     config = importlib.import_module(releases.LOOKUP.module)
     config.get_device_name = lambda *_: "NVIDIA H200"
     shape = ((256, 512, 3072), (256, 3072, 256), 8, None)
