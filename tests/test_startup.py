@@ -132,7 +132,7 @@ def before_capture(budget_s: float) -> dict[str, object]:
     log = logging.getLogger("sglang.moe_autotune")
     log.addHandler(handler)
     log.setLevel(logging.INFO)
-    runner = SimpleNamespace(server_args=args, init=ModelRunner.init_cuda_graphs)
+    runner = SimpleNamespace(server_args=args)
     at_capture: list[object] = []
 
     def capture(_runner: object, *_: object, **__: object) -> None:
@@ -141,7 +141,7 @@ def before_capture(budget_s: float) -> dict[str, object]:
             at_capture.append(answer[0] == releases.ask_stock(shape, m)[0])
 
     begun = time.monotonic()
-    hooked = ModelRunner.init_cuda_graphs
+    hooked = getattr(ModelRunner, "init_cuda_graphs", None) or ModelRunner.init_device_graphs  # before 0.5.16
     hook_there = plugin._holds(hooked, plugin.on_capture)
     plugin.on_capture(runner)
     took_s = time.monotonic() - begun

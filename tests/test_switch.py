@@ -158,8 +158,9 @@ def switched() -> dict[str, object]:
         return "worked"
 
     serving.tuner = SimpleNamespace(
-        gpu_s=0.0, step=step, abandon=lambda: abandoned.append(1), add=lambda *_: None, heat=lambda *_: None
-    )
+        gpu_s=0.0, step=step, abandon=lambda: abandoned.append(1), add=lambda *_: None, heat=lambda *_: None,
+        give_way=lambda: True,
+    )  # fmt: skip
     serving._last_request_s -= 1000
     stub = SimpleNamespace(
         server_args=server_args, _engine_paused=False, slept=0,
@@ -230,17 +231,23 @@ def test_the_switch_stops_tuning_and_takes_rows_back_at_run_time(scheduler: Sche
 
 
 def by_sglangs_own_method() -> list[object]:
+    import importlib
+    import importlib.util
     from types import SimpleNamespace
 
     from sglang.srt.managers.io_struct import SetInternalStateReq
     from sglang.srt.managers.scheduler import Scheduler
-    from sglang.srt.managers.scheduler_components.internal_state import SchedulerInternalStateController
 
-    from sglang_moe_autotune import plugin
+    from sglang_moe_autotune import plugin, releases
 
-    component = object.__new__(SchedulerInternalStateController)
-    component.scheduler = SimpleNamespace()
-    stub = SimpleNamespace(internal_state=component)
+    releases.publish_server_args()
+    stub = SimpleNamespace()
+    stub.spec_algorithm = SimpleNamespace(is_none=lambda: True)
+    stub.metrics_reporter = SimpleNamespace(spec_total_num_accept_tokens=0, spec_total_num_forward_ct=0)
+    name = "sglang.srt.managers.scheduler_components.internal_state"
+    if importlib.util.find_spec(name):  # else the method does it all itself
+        stub.internal_state = object.__new__(importlib.import_module(name).SchedulerInternalStateController)
+        stub.internal_state.scheduler = SimpleNamespace()
     found: list[object] = []
     for values in ({"moe_autotune": 1}, {"moe_autotune": 7}, {"no_such_knob": 1, "moe_autotune": 2}):
         answer = Scheduler.set_internal_state(stub, SetInternalStateReq(server_args=dict(values)))
