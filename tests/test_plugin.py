@@ -11,6 +11,7 @@ import textwrap
 from typing import TYPE_CHECKING
 
 import pytest
+from sglang_ways import skip_unless
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -801,6 +802,7 @@ def resolved_arguments() -> dict[str, object]:
 def test_server_arguments_are_read_as_sglang_resolved_them_not_as_the_user_wrote_them(
     prepared: SchedulerProcess,
 ) -> None:
+    skip_unless("arguments", "resolved beside the input", "writes what it decides into the attributes themselves")
     told = prepared.run(resolved_arguments)
     assert told["attribute"] is None, "SGLang writes its decisions into the record again"
     assert told["before"] == ""

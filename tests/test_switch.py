@@ -235,7 +235,7 @@ def by_sglangs_own_method() -> list[object]:
     import importlib.util
     from types import SimpleNamespace
 
-    from sglang.srt.managers.io_struct import SetInternalStateReq
+    from sglang.srt.managers.io_struct import SetInternalStateReq, SetInternalStateReqOutput
     from sglang.srt.managers.scheduler import Scheduler
 
     from sglang_moe_autotune import plugin, releases
@@ -248,7 +248,8 @@ def by_sglangs_own_method() -> list[object]:
     if importlib.util.find_spec(name):  # else the method does it all itself
         stub.internal_state = object.__new__(importlib.import_module(name).SchedulerInternalStateController)
         stub.internal_state.scheduler = SimpleNamespace()
-    found: list[object] = []
+    unknown = Scheduler.set_internal_state(stub, SetInternalStateReq(server_args={"no_such_knob": 1})).updated
+    found: list[object] = [unknown, "server_args" in SetInternalStateReqOutput.__annotations__]
     for values in ({"moe_autotune": 1}, {"moe_autotune": 7}, {"no_such_knob": 1, "moe_autotune": 2}):
         answer = Scheduler.set_internal_state(stub, SetInternalStateReq(server_args=dict(values)))
         found.append([answer.updated, plugin.serving().switch.asked])
@@ -257,4 +258,6 @@ def by_sglangs_own_method() -> list[object]:
 
 @pytest.mark.sglang
 def test_sglangs_own_method_accepts_what_was_ours_and_refuses_the_rest(scheduler: SchedulerProcess) -> None:
-    assert scheduler.run(by_sglangs_own_method) == [[True, "rows"], [False, "rows"], [False, "on"]]
+    updated, sends_all_back, *told = scheduler.run(by_sglangs_own_method)
+    assert updated is sends_all_back, "only releases that answer with all arguments call what they refuse updated"
+    assert told == [[True, "rows"], [updated, "rows"], [updated, "on"]]
