@@ -14,6 +14,15 @@ if TYPE_CHECKING:
     from sglang_moe_autotune.contract import Part
 
 
+def has(module: str, owner: str, name: str) -> bool:
+    """Has this class of the installed SGLang this field or method?"""
+    root = doctor.sglang_root()
+    assert root is not None
+    attributes = Source(root).attributes(module, owner)
+    assert attributes, f"there is no {module}.{owner}"
+    return name in attributes
+
+
 @functools.cache
 def ways(part: Part) -> tuple[str, ...]:
     """The words of this part's ways. Raises AssertionError where a rule of the part does not hold: then a test that
