@@ -195,7 +195,7 @@ def stock_server_args() -> None:
     from sglang.srt import server_args
 
     arguments = server_args.ServerArgs(model_path="dummy")
-    if hasattr(arguments, "resolve_once"):  # from 0.5.20 on, before they are published
+    if hasattr(arguments, "resolve_once"):  # newer releases publish resolved arguments only
         arguments.resolve_once()
     server_args.set_global_server_args_for_scheduler(arguments)
 

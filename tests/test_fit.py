@@ -204,6 +204,7 @@ CHANGES = [
     ("lookup", _CONFIG, _RETURN, "return config, down_config", ""),
     ("lookup", _CONFIG, r"(def get_config_file_name\(\n)", r"\1    device: str,\n", ""),
     ("lookup", _CONFIG, r"get_exec\b", "get_execution", "get_exec"),
+    ("lookup", _CONFIG, r"\bget_server_args\b", "get_arguments", "get_server_args"),
     ("lookup", _CONFIG, r"get_global_server_args\b", "get_global_args", "get_global_server_args"),
     ("layers", "layers/moe/moe_runner/triton", r"w13_scale:", "w13_scales:", ""),
     ("layers", "layers/moe/moe_runner/base", r"no_combine: bool", "combine: bool", ""),
