@@ -72,6 +72,20 @@ class Stop:
 # --- in a rank
 
 
+class Socket:
+    """As far as SGLang's receiver goes: what a list holds comes out at its front."""
+
+    def __init__(self, queue: list[Any]) -> None:
+        self.queue = queue
+
+    def recv_pyobj(self, *_: Any) -> Any:
+        import zmq
+
+        if not self.queue:
+            raise zmq.ZMQError
+        return self.queue.pop(0)
+
+
 class Rank:
     """A scheduler's loop around SGLang's receiver, its request broadcast and its hooked methods."""
 
@@ -118,12 +132,10 @@ class Rank:
     def _load(self) -> None:
         import triton
         from sglang.srt.managers.scheduler import Scheduler
-        from sglang.srt.runtime_context import get_context, get_parallel
 
-        self.args = get_context().override_server_args(tp_size=self.plan.ranks).install()
-        get_parallel().override_permanently(
-            tp_rank=self.rank, attn_tp_rank=self.rank, attn_cp_rank=0, pp_rank=0, attn_dp_rank=0
-        )
+        from sglang_moe_autotune import releases
+
+        self.args = releases.publish_server_args(tp_size=self.plan.ranks)
         self.scheduler = SimpleNamespace(
             server_args=SimpleNamespace(
                 tp_size=self.plan.ranks, port=self.plan.port, speculative_num_draft_tokens=None
@@ -148,7 +160,7 @@ class Rank:
 
             load_plugins()
             from sglang_moe_autotune import landscape as recording
-            from sglang_moe_autotune import plugin, releases
+            from sglang_moe_autotune import plugin
             from sglang_moe_autotune.device import Device
             from sglang_moe_autotune.records import Environment
 
@@ -171,22 +183,23 @@ class Rank:
             setattr(self.scheduler, name, getattr(Scheduler, name).__get__(self.scheduler))
 
     def _receiver(self) -> Any:
-        """SGLang's own receiver; its socket is a list."""
-        import zmq
+        """SGLang's own receiver; its sockets are lists."""
         from sglang.srt.managers.scheduler_components import request_receiver as module
-        from sglang.srt.runtime_context import get_parallel
 
-        def receive(_socket: Any, *_: Any) -> Any:
-            if not self.queue or _socket is None:
-                raise zmq.ZMQError
-            return self.queue.pop(0)
-
-        module.sock_recv = receive
+        module.sock_recv = Socket.recv_pyobj  # before 0.5.16 the socket's own method is called
         group = SimpleNamespace(rank=self.rank, cpu_group=self.group, ranks=list(range(self.plan.ranks)))
-        get_parallel().override_permanently(tp_group=group)
+        place = {"tp_rank": self.rank, "attn_tp_rank": self.rank, "attn_cp_rank": 0, "pp_rank": 0, "attn_dp_rank": 0}
         fields = dict.fromkeys(module.SchedulerRequestReceiver.__dataclass_fields__)
-        fields |= {"recv_from_tokenizer": self.queue, "max_recv_per_poll": -1, "server_args": self.args}
-        fields |= {"model_config": SimpleNamespace(is_multimodal=False), "get_last_batch": lambda: None}
+        fields |= {"recv_from_tokenizer": Socket(self.queue), "recv_from_rpc": Socket([]), "max_recv_per_poll": -1}
+        fields |= {"model_config": SimpleNamespace(is_multimodal=False), "server_args": self.args}
+        if "ps" in fields:  # before the ranks and groups of a process became global
+            sizes = {"tp_size": self.plan.ranks, "attn_tp_size": self.plan.ranks, "attn_cp_size": 1}
+            fields |= {"ps": SimpleNamespace(**place, **sizes), "tp_group": group, "tp_cpu_group": self.group}
+        else:
+            from sglang.srt.runtime_context import get_parallel
+
+            get_parallel().override_permanently(**place, tp_group=group)
+            fields |= {"get_last_batch": lambda: None}
         return module.SchedulerRequestReceiver(**fields)
 
     def _dispatch(self, request: Any) -> None:

@@ -78,18 +78,21 @@ class IdleScheduler:
 
 
 def lookup_module(device_name: str) -> tuple[Any, Any]:
-    """SGLang's config module with a published configuration, and that configuration.
+    """SGLang's config module with a published configuration, and that configuration."""
+    from sglang_moe_autotune import releases
 
-    The one thing put in its place is the name of the GPU, which a machine without one cannot tell.
-    """
+    server_args = releases.publish_server_args()
+    return named(device_name), server_args
+
+
+def named(device_name: str) -> Any:
+    """SGLang's config module. The one thing put in its place is the name of the GPU, which a machine without one
+    cannot tell."""
     import importlib
 
-    from sglang.srt.runtime_context import get_context
-
-    server_args = get_context().override_server_args().install()
     module = importlib.import_module(LOOKUP)
     module.get_device_name = lambda *_: device_name
-    return module, server_args
+    return module
 
 
 def ask(module: Any, shape: Any, M: int) -> tuple[dict[str, Any], dict[str, Any]]:  # noqa: N803
@@ -180,10 +183,21 @@ def read_back(pipe: Any, device_name: str, arguments: dict[str, Any], ms: list[i
     """A stock SGLang, no plugin loaded: what its own ``get_moe_configs`` finds in the exported folder."""
     import sglang.srt.managers.scheduler  # noqa: F401
 
-    module, _ = lookup_module(device_name)
+    module = named(device_name)
+    stock_server_args()
     tables = [module.get_moe_configs(**arguments, down_moe=down) for down in (False, True)]
     found = {str(M): [table.get(M) if table else None for table in tables] for M in ms}
     pipe.send(("found", found, "sglang_moe_autotune" in sys.modules))
+
+
+def stock_server_args() -> None:
+    """Publish an empty server's arguments without this package, by the function that all releases have for it."""
+    from sglang.srt import server_args
+
+    arguments = server_args.ServerArgs(model_path="dummy")
+    if hasattr(arguments, "resolve_once"):  # newer releases publish resolved arguments only
+        arguments.resolve_once()
+    server_args.set_global_server_args_for_scheduler(arguments)
 
 
 # --- in the process that the user started

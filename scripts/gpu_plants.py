@@ -42,6 +42,7 @@ if DRY:
 
 # ruff: noqa: E402
 import gpu_acceptance
+import interpreter
 import torch
 from gpu_parts import Parts, of_this_checkout
 from sglang.srt.layers.moe.moe_runner.triton import TritonMoeQuantInfo
@@ -693,6 +694,7 @@ def main() -> int:
     parts = Parts((options.out or folder) / "plants.json", options.budget_s)
     sys.path.insert(0, str(folder))
     if DRY:
+        interpreter.mend()
         on_the_cpu()
         global MS, DTYPES, CONFIGS, SHAPES  # noqa: PLW0603 - the interpreter is slow, and bf16 is not right in it
         MS, DTYPES, CONFIGS = (5,), ("float16", "float16"), CONFIGS[:1]

@@ -76,16 +76,17 @@ def deterministic() -> bool:
     return bool(getattr(config, name)().enable_deterministic_inference)
 
 
-def publish_server_args() -> Any:
-    """Give SGLang the configuration that its lookup and kernels ask for, as an empty server would have it."""
+def publish_server_args(**arguments: Any) -> Any:
+    """Give SGLang the configuration that its lookup and kernels ask for, as an empty server with these arguments would
+    have it."""
     try:
-        context = importlib.import_module("sglang.srt.runtime_context").get_context()
-        return context.override_server_args().install()
-    except (ImportError, AttributeError):
-        module = importlib.import_module("sglang.srt.server_args")  # before 0.5.16
-        server_args = module.ServerArgs(model_path="dummy")
+        override = importlib.import_module("sglang.srt.runtime_context").get_context().override_server_args
+    except (ImportError, AttributeError):  # before 0.5.16
+        module = importlib.import_module("sglang.srt.server_args")
+        server_args = module.ServerArgs(model_path="dummy", **arguments)
         module.set_global_server_args_for_scheduler(server_args)
         return server_args
+    return override(**arguments).install()
 
 
 def stock_lookup() -> Callable[..., Any]:

@@ -9,6 +9,7 @@ import os
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import coverage_rows
+import interpreter
 import torch
 
 if TYPE_CHECKING:
@@ -77,7 +78,7 @@ def set_up() -> None:
 
     coverage_rows.set_up()
     if os.environ.get("TRITON_INTERPRET") == "1":
-        vars(importlib.import_module("triton.runtime.interpreter"))["int"] = Whole
+        interpreter.mend()
     fused = releases.fused_module()
     fused.moe_align_block_size = align
     releases.config_module().get_device_name = lambda *_: "NVIDIA H200"  # type: ignore[attr-defined]
@@ -91,19 +92,6 @@ def set_up() -> None:
     set_up.library = library  # type: ignore[attr-defined]  # its end would take the operators back
     for name, inplace in (("inplace_fused_experts", True), ("outplace_fused_experts", False)):
         library.impl(name, _experts(fused, name, inplace), "CPU")
-
-
-class _WholeMeta(type):
-    def __call__(cls, value: Any = 0, *rest: Any) -> int:
-        return int(value.item() if getattr(value, "size", 0) == 1 else value, *rest)
-
-    def __instancecheck__(cls, value: Any) -> bool:
-        return isinstance(value, int)
-
-
-class Whole(metaclass=_WholeMeta):
-    """``int`` for Triton's interpreter: up to 3.6 it takes an array of one element for a number, and numpy 2.4 does
-    not any more."""
 
 
 def _in_torch(name: str) -> Callable[..., Any]:

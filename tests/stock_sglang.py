@@ -32,7 +32,11 @@ def main() -> None:
     stock = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(stock)
     deterministic = types.SimpleNamespace(enable_deterministic_inference=False)
-    stock.get_exec = lambda: types.SimpleNamespace(deterministic=deterministic)
+    if hasattr(stock, "get_exec"):
+        stock.get_exec = lambda: types.SimpleNamespace(deterministic=deterministic)
+    else:
+        name = "get_server_args" if hasattr(stock, "get_server_args") else "get_global_server_args"
+        setattr(stock, name, lambda: deterministic)
     stock.get_device_name = lambda: jobs["device_name"]
     override = types.ModuleType("override")
     override.get_config = lambda: None

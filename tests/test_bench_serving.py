@@ -354,11 +354,10 @@ def timed_hooks() -> dict[str, object]:
     import serving_probe  # noqa: PLC0415
     from replayed_serving import SMALL, replayed_serving  # noqa: PLC0415
     from sglang.srt.managers.scheduler import Scheduler  # noqa: PLC0415
-    from sglang.srt.runtime_context import get_context  # noqa: PLC0415
 
     from sglang_moe_autotune import plugin, releases, tuner  # noqa: PLC0415
 
-    server_args = get_context().override_server_args().install()
+    server_args = releases.publish_server_args()
     config = importlib.import_module(releases.LOOKUP.module)
     config.get_device_name = lambda *_: "NVIDIA H200"
     serving_probe._watch_plugin()

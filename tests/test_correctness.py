@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING, Any
 
@@ -32,7 +33,6 @@ from sglang_moe_autotune.correctness import (  # noqa: E402 - as above
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
 
     from sglang_moe_autotune.bench import Comparison
 
@@ -316,8 +316,10 @@ INTERPRETED = textwrap.dedent(
     import torch
     import triton.language as tl
     import sglang.srt.layers.moe.moe_runner.triton_utils.fused_moe as fused
+    import interpreter
     from sglang_moe_autotune import correctness
 
+    interpreter.mend()
     E, N, K, TOP_K, M = 5, 48, 64, 2, 11
     generator = torch.Generator().manual_seed(0)
     a = torch.randn(M, K, generator=generator).half()
@@ -370,6 +372,7 @@ def test_sglangs_real_kernel_agrees_with_torch_and_with_itself_under_another_con
         "TRITON_INTERPRET": "1",
         "TRITON_CACHE_DIR": str(tmp_path),
         "PYTHONWARNINGS": "ignore",
+        "PYTHONPATH": os.pathsep.join(str(Path(__file__).parents[1] / part) for part in ("", "scripts")),
     }
     done = subprocess.run([sys.executable, "-c", INTERPRETED], env=environ, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]

@@ -107,7 +107,7 @@ for _, told in found.listen():
 
 def test_workers_end_with_a_parent_that_is_killed(autotune_folder: Path) -> None:
     command = [sys.executable, "-c", PARENT, WORKER, str(autotune_folder)]
-    environ = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, Path(__file__).parents[:2]))}
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environ) as parent:
         assert parent.stdout is not None
         pid = int(parent.stdout.readline())

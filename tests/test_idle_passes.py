@@ -26,11 +26,10 @@ def prepare() -> None:
     from types import SimpleNamespace
 
     from sglang.srt.managers import scheduler as module
-    from sglang.srt.runtime_context import get_context
 
-    from sglang_moe_autotune import plugin, serving
+    from sglang_moe_autotune import plugin, releases, serving
 
-    server_args = get_context().override_server_args().install()
+    server_args = releases.publish_server_args()
     clock = SimpleNamespace(now=1000.0)
     serving.time = SimpleNamespace(monotonic=lambda: clock.now, perf_counter=lambda: clock.now, time=lambda: clock.now)
 

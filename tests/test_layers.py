@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import pytest
+from sglang_ways import has
 
 if TYPE_CHECKING:
     from scheduler_process import SchedulerProcess
@@ -22,9 +23,10 @@ def prepare() -> None:
     from sglang.srt.layers.moe.moe_runner.base import MoeRunnerConfig
     from sglang.srt.layers.moe.moe_runner.triton import TritonMoeQuantInfo
     from sglang.srt.layers.moe.utils import MoeRunnerBackend
-    from sglang.srt.runtime_context import get_context
 
-    get_context().override_server_args().install()
+    from sglang_moe_autotune import releases
+
+    releases.publish_server_args()
 
     class Layer(torch.nn.Module):
         def __init__(self, backend: str, quant: dict[str, object], config: dict[str, object]) -> None:
@@ -180,6 +182,9 @@ def compare_with_the_real_sequence(config: dict[str, object]) -> dict[str, objec
 def test_the_two_calls_are_those_of_sglangs_own_sequence(
     scheduler: SchedulerProcess, config: dict[str, object]
 ) -> None:
+    for name in config:
+        if not has("sglang.srt.layers.moe.moe_runner.base", "MoeRunnerConfig", name):
+            pytest.skip(f"SGLang's MoeRunnerConfig has no field {name} here")
     scheduler.run(prepare)
     told = scheduler.run(compare_with_the_real_sequence, config)
     assert told == {"differences": [], "calls": 2}

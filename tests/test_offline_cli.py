@@ -180,7 +180,7 @@ offline_cli.tune()
 
 def test_ctrl_c_keeps_what_was_made(autotune_folder: Path) -> None:
     command = [sys.executable, "-W", "error", "-c", INTERRUPTED, WORKER, SHAPE.slug, "--m", "8,64,512"]
-    environ = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, Path(__file__).parents[:2]))}
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environ, start_new_session=True
     ) as process:

@@ -11,6 +11,7 @@ import textwrap
 from typing import TYPE_CHECKING
 
 import pytest
+from sglang_ways import skip_unless
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -28,13 +29,12 @@ def prepare() -> None:
     from types import SimpleNamespace
 
     from sglang.srt.managers.scheduler import Scheduler
-    from sglang.srt.runtime_context import get_context
 
     from sglang_moe_autotune import plugin, releases
     from sglang_moe_autotune.lookup import CallKey
     from sglang_moe_autotune.shapes import ConfigPair, KernelConfig
 
-    server_args = get_context().override_server_args().install()
+    server_args = releases.publish_server_args()
     config = importlib.import_module(releases.LOOKUP.module)
     config.get_device_name = lambda *_: "NVIDIA H200"
     shape = ((256, 512, 3072), (256, 3072, 256), 8, None)
@@ -802,6 +802,7 @@ def resolved_arguments() -> dict[str, object]:
 def test_server_arguments_are_read_as_sglang_resolved_them_not_as_the_user_wrote_them(
     prepared: SchedulerProcess,
 ) -> None:
+    skip_unless("arguments", "resolved beside the input", "writes what it decides into the attributes themselves")
     told = prepared.run(resolved_arguments)
     assert told["attribute"] is None, "SGLang writes its decisions into the record again"
     assert told["before"] == ""
@@ -815,13 +816,11 @@ def test_server_arguments_are_read_as_sglang_resolved_them_not_as_the_user_wrote
 def deterministic() -> dict[str, object]:
     import importlib
 
-    from sglang.srt.runtime_context import get_context
-
     from sglang_moe_autotune import plugin, releases
     from sglang_moe_autotune.lookup import CallKey
     from sglang_moe_autotune.shapes import ConfigPair, KernelConfig
 
-    get_context().override_server_args(enable_deterministic_inference=True).install()
+    releases.publish_server_args(enable_deterministic_inference=True)
     config = importlib.import_module(releases.LOOKUP.module)
     config.get_device_name = lambda *_: "NVIDIA H200"
     serving = plugin.serving()

@@ -79,6 +79,7 @@ def test_rows_of_other_models_cost_a_request_two_lines_each() -> None:
 
 def ask(mode):  # type: ignore[no-untyped-def] # its source runs in the scheduler process
     """The hooked method as SGLang calls it, and the names of its parameters."""
+    import importlib.util  # noqa: PLC0415 - as above
     import inspect  # noqa: PLC0415 - as above
     from types import SimpleNamespace  # noqa: PLC0415 - as above
 
@@ -86,30 +87,46 @@ def ask(mode):  # type: ignore[no-untyped-def] # its source runs in the schedule
     from sglang.srt.managers.io_struct import GetInternalStateReqOutput  # noqa: PLC0415 - as above
     from sglang.srt.managers.scheduler import Scheduler  # noqa: PLC0415 - as above
 
-    from sglang_moe_autotune import plugin  # noqa: PLC0415 - as above
+    from sglang_moe_autotune import plugin, releases  # noqa: PLC0415 - as above
 
-    stock = SimpleNamespace(
-        get_internal_state=lambda request: GetInternalStateReqOutput(internal_state={"asked": request})
-    )
+    hooked, other = Scheduler.get_internal_state, None
+    if importlib.util.find_spec("sglang.srt.managers.scheduler_components.internal_state"):
+        answer = lambda request: GetInternalStateReqOutput(internal_state={"asked": request})  # noqa: E731
+        stub = SimpleNamespace(internal_state=SimpleNamespace(get_internal_state=answer))
+        own = {"asked": "request"}
+    else:  # the method looks at the scheduler's parts itself
+        part = SimpleNamespace(last_gen_throughput=1.0, spec_total_num_forward_ct=0, step_time_dict={})
+        runner = SimpleNamespace(weight_load_mem_usage=1.0, graph_mem_usage=1.0)
+        stub = SimpleNamespace(
+            server_args=releases.publish_server_args(), metrics_reporter=part, max_total_num_tokens=1,
+            draft_worker=None,
+            tp_worker=SimpleNamespace(model_runner=runner), max_running_requests=1,
+            token_to_kv_pool_allocator=SimpleNamespace(get_kvcache=lambda: SimpleNamespace(mem_usage=1.0)),
+            spec_algorithm=SimpleNamespace(is_none=lambda: True, is_dspark=lambda: False),
+        )  # fmt: skip
+        other = repr  # those releases pickle their answer
+        own = hooked.__wrapped__(stub, "request").internal_state
+        own = msgspec.msgpack.decode(msgspec.msgpack.encode(own, enc_hook=other))
     if mode == "broken":
         plugin.serving().lookup = None
-    answer = Scheduler.get_internal_state(SimpleNamespace(internal_state=stock), "request")
-    sent = msgspec.msgpack.decode(msgspec.msgpack.encode(answer.internal_state))
-    return [sent, sorted(inspect.signature(Scheduler.get_internal_state).parameters)]
+    given = hooked(stub, "request")
+    sent = msgspec.msgpack.decode(msgspec.msgpack.encode(given.internal_state, enc_hook=other))
+    return [own, sent, sorted(inspect.signature(hooked).parameters)]
 
 
 @pytest.mark.sglang
 def test_the_real_scheduler_method_shows_it(scheduler: SchedulerProcess) -> None:
-    told, parameters = scheduler.run(ask, "whole")
-    assert told["asked"] == "request"
+    own, told, parameters = scheduler.run(ask, "whole")
+    assert own
+    assert told == {**own, "moe_autotune": told["moe_autotune"]}
     assert told["moe_autotune"]["mode"] == "miss"
     assert parameters == ["recv_req", "self"]
 
 
 @pytest.mark.sglang
 def test_a_fault_of_ours_leaves_the_answer_of_sglang(scheduler: SchedulerProcess) -> None:
-    told, _ = scheduler.run(ask, "broken")
-    assert told == {"asked": "request"}
+    own, told, _ = scheduler.run(ask, "broken")
+    assert told == own
     assert "server info hook" in scheduler.log()
 
 

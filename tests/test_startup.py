@@ -106,7 +106,6 @@ def before_capture(budget_s: float) -> dict[str, object]:
 
     from record_values import H200
     from sglang.srt.model_executor.model_runner import ModelRunner
-    from sglang.srt.runtime_context import get_context
 
     from sglang_moe_autotune import landscape, live, plugin, releases
     from sglang_moe_autotune.device import Device
@@ -115,7 +114,7 @@ def before_capture(budget_s: float) -> dict[str, object]:
     from sglang_moe_autotune.serving import Serving
     from sglang_moe_autotune.settings import Settings
 
-    args = get_context().override_server_args().install()
+    args = releases.publish_server_args()
     config = importlib.import_module(releases.LOOKUP.module)
     config.get_device_name = lambda *_: "NVIDIA H200"
     recorded = landscape.load(landscape.shipped()[0])
@@ -133,7 +132,7 @@ def before_capture(budget_s: float) -> dict[str, object]:
     log = logging.getLogger("sglang.moe_autotune")
     log.addHandler(handler)
     log.setLevel(logging.INFO)
-    runner = SimpleNamespace(server_args=args, init=ModelRunner.init_cuda_graphs)
+    runner = SimpleNamespace(server_args=args)
     at_capture: list[object] = []
 
     def capture(_runner: object, *_: object, **__: object) -> None:
@@ -142,7 +141,7 @@ def before_capture(budget_s: float) -> dict[str, object]:
             at_capture.append(answer[0] == releases.ask_stock(shape, m)[0])
 
     begun = time.monotonic()
-    hooked = ModelRunner.init_cuda_graphs
+    hooked = getattr(ModelRunner, "init_cuda_graphs", None) or ModelRunner.init_device_graphs  # before 0.5.16
     hook_there = plugin._holds(hooked, plugin.on_capture)
     plugin.on_capture(runner)
     took_s = time.monotonic() - begun
