@@ -69,9 +69,9 @@ HALVED = Model(intermediate=512)
 MODELS = {"tp": HALVED, "differ": HALVED, "two": HALVED, "one": Model(), "ep": Model(experts=512), "first": HALVED}
 # The fusion that SGLang turns on by itself compiles FlashInfer's kernels at the start, for minutes.
 TWO = ("--tp-size", "2", "--enforce-disable-flashinfer-allreduce-fusion")
+PAIR = (*SHORT, *TWO)
 FLAGS = {
-    "tp": (*SHORT, *TWO), "one": MANY, "differ": (*SHORT, *TWO), "two": (*MANY, *TWO), "first": (*SHORT, *TWO),
-    "ep": (*SHORT, *TWO, "--ep-size", "2"),
+    "tp": PAIR, "differ": PAIR, "two": (*MANY, *TWO), "one": MANY, "ep": (*PAIR, "--ep-size", "2"), "first": PAIR,
 }  # fmt: skip
 WAYS = {"custom": (), "nccl": ("--disable-custom-all-reduce",), "symmetric": ("--enable-symm-mem",)}
 SIZES = (24, 500, 1000, 2000)
@@ -599,6 +599,11 @@ def links() -> str:
     return done.stdout or done.stderr
 
 
+BODIES = {
+    "tp": part_tp, "differ": part_differ, "two": part_two, "one": part_one, "ep": part_ep, "first": part_first,
+}  # fmt: skip
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
@@ -617,8 +622,6 @@ def main() -> int:
     options.out.mkdir(parents=True, exist_ok=True)
     parts = Parts(options.out / "ranks_run.json", options.budget_s, {"options": vars(options)})
     parts.run("machine", lambda: parts.found.update(machine=gpu_acceptance.machine() | {"links": links()}))
-    bodies = {"tp": part_tp, "differ": part_differ, "two": part_two, "one": part_one, "ep": part_ep}
-    bodies["first"] = part_first
     good = True
     for name in PARTS:
         if name not in options.part:
@@ -626,7 +629,7 @@ def main() -> int:
         run = Run(name, options)
         run.found["checks"], run.found["machine"] = run.checks, parts.found.get("machine")
         try:
-            parts.run(name, lambda run=run: bodies[run.part](run, parts), need_s=NEEDED_S[name])
+            parts.run(name, lambda run=run: BODIES[run.part](run, parts), need_s=NEEDED_S[name])
         finally:
             if not run.checks:
                 run.check("it was begun", False, "no check was made")
