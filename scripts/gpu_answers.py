@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +12,8 @@ if TYPE_CHECKING:
     from gpu_server import Server
 
 Answer = dict[str, Any]
-"""``given``: log-probabilities of the prompt's tokens; ``made``: of the generated ones; ``tokens``; ``cached``"""
+"""``given``: log-probabilities of the prompt's tokens, None where one is no number, as the first one never is;
+``made``: of the generated ones; ``tokens``; ``cached``"""
 
 
 def ask(
@@ -27,7 +29,7 @@ def ask(
         found = [server.post("/generate", {"input_ids": prompt, **body}) for prompt in prompts]
     return [
         {
-            "given": [x[0] for x in a["meta_info"]["input_token_logprobs"] if x[0] is not None],
+            "given": [x[0] for x in a["meta_info"]["input_token_logprobs"]],
             "made": [x[0] for x in a["meta_info"]["output_token_logprobs"]],
             "tokens": a["output_ids"],
             "cached": a["meta_info"].get("cached_tokens", 0),
@@ -38,17 +40,31 @@ def ask(
 
 def difference(one: Sequence[Answer], two: Sequence[Answer]) -> dict[str, float]:
     """How far two answers to the same prompts are apart: over given tokens, and over made ones while they are the
-    same. Raises ValueError where they are not answers to the same prompts."""
-    given = [abs(a - b) for x, y in zip(one, two, strict=True) for a, b in zip(x["given"], y["given"], strict=True)]
+    same; infinitely far where only one of them is a number. Raises ValueError where they are not answers to the same
+    prompts."""
+    given = [
+        apart
+        for x, y in zip(one, two, strict=True)
+        for a, b in zip(x["given"], y["given"], strict=True)
+        if (apart := _apart(a, b)) is not None
+    ]
     made: list[float] = []
     same = 0
     for x, y in zip(one, two, strict=True):
-        pairs = list(zip(x["tokens"], y["tokens"], strict=True))
-        length = next((n for n, (a, b) in enumerate(pairs) if a != b), len(pairs))
-        made += [abs(a - b) for a, b in zip(x["made"][:length], y["made"][:length], strict=True)]
+        tokens = list(zip(x["tokens"], y["tokens"], strict=True))
+        length = next((n for n, (a, b) in enumerate(tokens) if a != b), len(tokens))
+        pairs = zip(x["made"][:length], y["made"][:length], strict=True)
+        made += [apart for a, b in pairs if (apart := _apart(a, b)) is not None]
         same += length
     return {"given_max": max(given), "given_mean": statistics.fmean(given), "made_max": max(made, default=0.0),
             "tokens_same": same / sum(len(x["tokens"]) for x in one)}  # fmt: skip
+
+
+def _apart(a: float | None, b: float | None) -> float | None:
+    """None where neither is a number: JSON has none for what is not one."""
+    if a is None or b is None:
+        return None if a is b else math.inf
+    return abs(a - b)
 
 
 def unchanged(found: dict[str, float], noise: dict[str, float]) -> bool:

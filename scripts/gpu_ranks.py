@@ -38,7 +38,7 @@ import gpu_soak
 from bench_figures import difference, quantile
 from gpu_answers import Answer, agree, told
 from gpu_parts import BUDGET_S, Parts, end_on_terminate
-from gpu_server import FEWER_SIZES, Model, Server, install, rows_at_start
+from gpu_server import FEWER_SIZES, Model, Server, install, long_passes, rows_at_start
 
 from sglang_moe_autotune import records, status, store
 
@@ -111,7 +111,7 @@ class Run:
         install(probe, "ranks_probe", "ranks_probe")
         self.environ = {
             "PYTHONPATH": os.pathsep.join([str(probe), os.environ.get("PYTHONPATH", "")]),
-            "RANKS_PROBE_NOTES": str(self.notes),
+            "PASS_PROBE_NOTES": str(self.notes),
             "TRITON_CACHE_DIR": str(self.triton),
             "SGLANG_CACHE_DIR": str(self.work / "cache"),
             "SGLANG_MOE_AUTOTUNE_DIR": str(self.store),
@@ -364,7 +364,7 @@ def report(run: Run, server: Server, taken_s: float, ranks: int) -> None:
                     "compiles_for_tuning": x.serving_compiles_for_tuning, "deferred": dict(x.deferred)}
         for rank, x in sorted(live.items())
     }  # fmt: skip
-    run.found["long_passes"] = [path.read_text().splitlines() for path in sorted(run.notes.glob("long-*.jsonl"))]
+    run.found["long_passes"] = long_passes(run.notes)
     log = server.text()
     run.found["answered_s"] = {str(M): [first, last] for M, (first, last, _) in sorted(run.answers.items())}
     run.found["epoch_log"] = [x[-260:] for x in log.splitlines() if "MoE autotune, epoch" in x]

@@ -121,10 +121,11 @@ def add_entry_point(site: Path, package: str, version: str, point: str) -> None:
 
 @functools.cache
 def plugins() -> Path:
-    """A folder for PYTHONPATH from which SGLang finds the made-up weights, and this package where this Python does not
-    know it already."""
+    """A folder for PYTHONPATH from which SGLang finds the made-up weights, a probe that says nothing unless it is asked
+    to, and this package where this Python does not know it already."""
     site = Path(tempfile.gettempdir()) / f"moe-autotune-plugins-{os.getpid()}"
     install(site, "lively_weights", "lively_weights")
+    install(site, "pass_probe", "pass_probe")
     if not any(point.name == "moe_autotune" for point in importlib.metadata.entry_points(group="sglang.srt.plugins")):
         from sglang_moe_autotune import __version__ as version  # noqa: PLC0415 - found on the path that is set above
 
@@ -132,6 +133,12 @@ def plugins() -> Path:
         point = "moe_autotune = sglang_moe_autotune.plugin:register"
         add_entry_point(site, "sglang_moe_autotune", version, point)
     return site
+
+
+def long_passes(folder: Path) -> list[dict[str, Any]]:
+    """What ``pass_probe.py`` has noted there, of all processes."""
+    notes = [path.read_text(encoding="utf-8").splitlines() for path in sorted(folder.glob("long-*.jsonl"))]
+    return [json.loads(line) for lines in notes for line in lines]
 
 
 def with_checkout(environ: dict[str, str]) -> dict[str, str]:

@@ -35,7 +35,7 @@ from typing import TYPE_CHECKING, Any
 import gpu_answers
 from gpu_answers import Answer, agree, told
 from gpu_parts import BUDGET_S, Parts, end_on_terminate
-from gpu_server import FEWER_SIZES, Model, Server
+from gpu_server import FEWER_SIZES, Model, Server, long_passes
 
 from sglang_moe_autotune import status, store, switch
 
@@ -486,6 +486,7 @@ def start(options: argparse.Namespace, root: Path, checks: list[Any]) -> tuple[S
         "SGLANG_MOE_AUTOTUNE_DEEP_IDLE_S": "2",
         "SGLANG_MOE_AUTOTUNE_COMPILE_PROCESSES": str(options.compile_processes),
         "SGLANG_MOE_AUTOTUNE_RECAPTURE": "idle" if options.recapture else "restart",
+        "PASS_PROBE_NOTES": str(options.out),
     }
     model, flags = Model(layers=2).write(options.work / "model"), (*FEWER_SIZES, *options.flags)
     if not options.recapture:
@@ -522,7 +523,7 @@ def one_server(options: argparse.Namespace, parts: Parts, found: dict[str, Any],
         if server.process.poll() is None:
             server.rest()
         judge(soak, server.text(), checks, recapture=options.recapture)
-    found["rows_after"] = rows_stored(root)
+    found["rows_after"], found["long_passes"] = rows_stored(root), long_passes(options.out)
     words = f"{found['rows_before']} before, {found['rows_after']} after"
     checks.append(("rows learned meanwhile", found["rows_after"] > 0, words))
 

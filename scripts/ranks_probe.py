@@ -1,4 +1,4 @@
-"""What ``gpu_ranks.py`` puts into the schedulers: different tables on the ranks, graphs that take notes, long passes.
+"""What ``gpu_ranks.py`` puts into the schedulers: different tables on the ranks, graphs that take notes.
 
 As a SGLang plugin it acts on what its environment asks for, and on nothing else.
 """
@@ -21,27 +21,9 @@ def register() -> None:
         return
     if os.environ.get("RANKS_PROBE_DIFFER"):
         _serve_on_even_gpus_only()
-    if folder := os.environ.get("RANKS_PROBE_NOTES"):
-        _note_long_passes(Path(folder))
     if folder := os.environ.get("RANKS_PROBE_GRAPHS"):
         threading.Thread(target=_lend_graphs, args=(Path(folder),), daemon=True).start()
         _count_met(Path(folder))
-
-
-def _note_long_passes(folder: Path) -> None:
-    """Each pass that took longer than it may, a line: when, how long, and what it did."""
-    from sglang_moe_autotune.pace import Watch  # noqa: PLC0415 - in schedulers only
-
-    observe = Watch.observe
-
-    def noted_observe(self: Any, taken_us: float, bound: float, now_s: float, did: str = "") -> Any:
-        if taken_us > bound:
-            line = json.dumps([round(now_s, 3), round(taken_us), round(bound), did])
-            with (folder / f"long-{os.getpid()}.jsonl").open("a", encoding="utf-8") as file:
-                file.write(line + "\n")
-        return observe(self, taken_us, bound, now_s, did)
-
-    Watch.observe = noted_observe  # type: ignore[method-assign]
 
 
 def _serve_on_even_gpus_only() -> None:

@@ -22,6 +22,7 @@ from sglang_moe_autotune.step_times import MOST_PLACES, Place, Slowdown, StepTim
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    from sglang_moe_autotune.beat import Beat
     from sglang_moe_autotune.bench import BenchmarkProvider
     from sglang_moe_autotune.checks import Step
     from sglang_moe_autotune.heat import BatchKind
@@ -47,13 +48,13 @@ class Row(NamedTuple):
 class Doubts:
     """Fed by the serving thread: batches, and after passes that worked a look at which answers are in effect where."""
 
-    def __init__(self, overlay: Overlay, recapture: Recapture, captured: Sizes) -> None:
-        """captured: tokens of the graphs, by kind of batch."""
+    def __init__(self, overlay: Overlay, recapture: Recapture, captured: Sizes, beat: Beat) -> None:
+        """captured: tokens of the graphs, by kind of batch. beat: times the steps that follow a batch like it."""
         self.told: dict[str, str] = {}
         """"slug M" -> what became of its row, for people"""
         self._overlay, self._recapture, self._captured = overlay, recapture, captured
         self._served = True
-        self.steps = StepTimes(captured, self._opened, _context_of)
+        self.steps = StepTimes(captured, self._opened, _context_of, beat)
         self._answers: dict[Place, dict[CallKey, Any]] = {}
         self._fresh: dict[Place, set[Row]] = {}
         """rows whose effect on a place is being watched"""

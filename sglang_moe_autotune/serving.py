@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from sglang_moe_autotune import attachment, deaths, live, releases, startup, switch
 from sglang_moe_autotune.agenda import Agenda
+from sglang_moe_autotune.beat import Beat
 from sglang_moe_autotune.budget import Budget
 from sglang_moe_autotune.council import Place
 from sglang_moe_autotune.device import likely, make_tuner, open_device
@@ -61,7 +62,8 @@ class Serving:
         self.lookup = self.overlay.lookup
         self.lookup.overridden = releases.overridden
         self.recapture = Recapture(settings, self.lookup, lambda: self.overlay.shapes)
-        self.heat = Heat()
+        self.beat = Beat()
+        self.heat = Heat(self.beat)
         self.compiles = CompileCount()
         self.compiles.install()
         self.overlays = True
@@ -94,7 +96,7 @@ class Serving:
         self._idled = False
         """was the last thing this loop did a pass in deep idle?"""
         self.intake = Intake(self.overlay, self.heat, self.recapture, settings.max_m, self._submit_note)
-        self.doubts = Doubts(self.overlay, self.recapture, lambda: self.intake.captured)
+        self.doubts = Doubts(self.overlay, self.recapture, lambda: self.intake.captured, self.beat)
         self.steps = self.doubts.steps
         self.doorbell: Doorbell | None = None
         self._rest_until_s = 0.0
@@ -104,18 +106,20 @@ class Serving:
         self.idle_time = IdleTime(self._last_request_s)
 
     def batch(self, scheduler: Any, batch: Any) -> None:
+        """A batch that does not merely go on is about to run."""
         self._idled, self._rest_until_s = False, 0.0
-        if releases.is_filler(batch):
-            self._served = True  # another rank is not idle, so this one is not
-        if (found := releases.batch_tokens(scheduler, batch)) is not None:
-            self._served = True
-            self.heat.batch(*found)
-            if self.steps.ran(found, now := time.monotonic(), batch):
-                self.doubts.block(batch, now)
-            if found[0] == "prefill" and found[1] >= _LONG_PREFILL and self._scratch_bytes() > _SMALL_SCRATCH_BYTES:
-                self.let_go()  # it may need the memory, and takes far longer than giving it back
-        else:
+        if (found := releases.batch_tokens(scheduler, batch)) is None:
             self.steps.pause()
+            self._served = self._served or releases.is_filler(batch)  # another rank is not idle, so this one is not
+            return
+        self._served = True
+        self.heat.batch(found)
+        if self.steps.ran(found, now := time.monotonic(), batch):
+            self.doubts.block(batch, now)
+        if found[0] == "decode":
+            self.beat.begin(batch, *self.steps.follow)
+        elif found[1] >= _LONG_PREFILL and self._scratch_bytes() > _SMALL_SCRATCH_BYTES:
+            self.let_go()  # it may need the memory, and takes far longer than giving it back
 
     def requests(self, requests: Any) -> None:
         """What the scheduler has just received: weights, caches and adapters move after this."""

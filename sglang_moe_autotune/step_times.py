@@ -25,6 +25,8 @@ from sglang_moe_autotune.heat import BatchKind  # noqa: TC001 - a field of a tup
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
+    from sglang_moe_autotune.beat import Beat
+
 BLOCK: Final = 16
 """intervals a block"""
 BEFORE: Final = 32
@@ -144,9 +146,11 @@ class StepTimes:
         captured: Callable[[], Mapping[BatchKind, Sequence[int]]],
         opened: Callable[[Place], object],
         context_of: Callable[[Any], int],
+        beat: Beat,
     ) -> None:
         """captured: tokens of the graphs by kind, ascending. opened: told of each place that is timed from now on.
-        context_of: tokens in the caches of a batch's requests, 0 where that is not known; asked for some batches."""
+        context_of: tokens in the caches of a batch's requests, 0 where that is not known; asked for some batches.
+        beat: times the steps that follow a batch like it."""
         self.on = False
         """is anything timed? Not where no row changes in this process"""
         self.counts: dict[Outcome, int] = {}
@@ -155,8 +159,9 @@ class StepTimes:
         self._series: dict[Place, _Series] = {}
         self._found: tuple[BatchKind, int] | None = None
         self._place: Place | None = None
-        self._row, self._last_s = 0, 0.0
+        self._row = 0
         self._open: list[float] = []
+        self._beat = beat
 
     @property
     def places(self) -> Iterable[Place]:
@@ -169,27 +174,38 @@ class StepTimes:
 
     def ran(self, found: tuple[BatchKind, int], now_s: float, batch: Any) -> bool:
         """A batch of this kind and so many tokens is about to run. True where its place has a block full."""
+        self._beat.pause()
         if not self.on:
             return False
         if found != self._found:
             self._found = found
             place = self._place_of(*found)
             if place != self._place:
-                self._place, self._row, self._last_s = place, 1, now_s
+                self._place, self._row, self._beat.last_s = place, 1, now_s
                 return False
         if self._row < _IN_A_ROW:
             self._row += 1
             if self._row < _IN_A_ROW:
-                self._last_s = now_s
+                self._beat.last_s = now_s
                 return False
             self._open = self._take_up(self._context_of(batch)).open
-        self._open.append(now_s - self._last_s)
-        self._last_s = now_s
+        self._open.append(now_s - self._beat.last_s)
+        self._beat.last_s = now_s
         return len(self._open) >= BLOCK
+
+    @property
+    def follow(self) -> tuple[list[float] | None, int]:
+        """For ``Beat.begin``, after ``ran`` and ``block``: a block's last interval is not the beat's to take."""
+        if not self.on:
+            return None, BLOCK
+        if self._found is None or self._row < _IN_A_ROW:
+            return None, 0
+        return self._open, max(0, BLOCK - 1 - len(self._open))
 
     def pause(self) -> None:
         """Something came between two batches: an idle pass, a message, a batch that is not timed."""
         self._found = self._place = None
+        self._beat.pause()
 
     def block(self, batch: Any, now_s: float) -> Slowdown | None:
         """Close the block that is full with this batch; a finding where the judgement needed just that."""
@@ -215,7 +231,7 @@ class StepTimes:
         known = before + tuple(series.older)
         series.restart()
         if place == self._place:
-            self._found = self._place = None
+            self.pause()
         if not watch:
             return False
         if len(before) < LEAST_BEFORE:
@@ -240,7 +256,7 @@ class StepTimes:
             if len(self._series) >= MOST_PLACES:  # eager sizes can be any: the one that was not met for longest goes
                 del self._series[min(self._series, key=lambda other: self._series[other].used_s)]
             series = self._series[place] = _Series()
-            series.used_s = self._last_s
+            series.used_s = self._beat.last_s
             self._opened(place)
         if abs(context - series.context) > ALIKE * context:
             series.open.clear()  # other requests: a block is of one context

@@ -18,7 +18,7 @@ LAYERS: dict[str, Layer] = {
         (
             "__init__", "shapes", "search_space", "prior", "search", "decision", "records", "sglang_json",
             "lookup", "tried", "tuner", "landscape", "replay", "errors", "targets",
-            "experience", "summary", "document", "record_rows", "validity", "heat", "bench", "budget",
+            "experience", "summary", "document", "record_rows", "validity", "heat", "beat", "bench", "budget",
             "job", "outcome", "patience", "regimes", "agenda", "looks", "consolidation", "measurement", "noise", "lags",
             "routings", "snapshot",
             "accord", "checks", "votes", "hearsay", "epochs", "breath",

@@ -16,6 +16,7 @@ from test_idle_passes import prepare
 torch = pytest.importorskip("torch")  # the overlay knows live layers
 
 from sglang_moe_autotune import doubts, records  # noqa: E402
+from sglang_moe_autotune.beat import Beat  # noqa: E402
 from sglang_moe_autotune.doubts import Doubts  # noqa: E402
 from sglang_moe_autotune.layers import call_key  # noqa: E402
 from sglang_moe_autotune.overlay import Overlay  # noqa: E402
@@ -72,7 +73,7 @@ class Bed:
         self.let_go = 0
         self.steps_to_give_way = 0
         self.tuner: Any = SimpleNamespace(gpu_s=0.0, learn=self.learned.append, give_way=self._give_way)
-        self.doubts = Doubts(self.overlay, self.recapture, lambda: {"decode": graphs})
+        self.doubts = Doubts(self.overlay, self.recapture, lambda: {"decode": graphs}, Beat())
         self.doubts.join(self.store, ReplayProvider(RECORDED, polls=1), self.tuner, self._let_go, alone, 500.0)
         self.doubts.steps.on = True
         self.now_s = 0.0

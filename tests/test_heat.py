@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sglang_moe_autotune.beat import Beat
 from sglang_moe_autotune.heat import Heat
 
 CAPTURED = {"decode": (1, 2, 4, 8, 16), "prefill": (4, 64, 512)}
@@ -22,15 +23,15 @@ CAPTURED = {"decode": (1, 2, 4, 8, 16), "prefill": (4, 64, 512)}
     ],
 )
 def test_a_batch_counts_for_what_served_it(kind: str, tokens: int, served: int) -> None:
-    heat = Heat()
-    heat.batch(kind, tokens)  # type: ignore[arg-type]
+    heat = Heat(Beat())
+    heat.batch((kind, tokens))  # type: ignore[arg-type]
     assert heat.take(CAPTURED) == {served: 1}  # type: ignore[arg-type]
 
 
 @given(st.lists(st.integers(1, 1000), max_size=50))
 def test_no_batch_is_lost_or_counted_twice(batches: list[int]) -> None:
-    heat = Heat()
+    heat = Heat(Beat())
     for tokens in batches:
-        heat.batch("decode", tokens)
+        heat.batch(("decode", tokens))
     assert sum(heat.take({}).values()) == len(batches)
     assert heat.take({}) == {}

@@ -27,11 +27,12 @@ def prepare() -> None:
 
     from sglang.srt.managers import scheduler as module
 
-    from sglang_moe_autotune import plugin, releases, serving
+    from sglang_moe_autotune import beat, plugin, releases, serving
 
     server_args = releases.publish_server_args()
     clock = SimpleNamespace(now=1000.0)
     serving.time = SimpleNamespace(monotonic=lambda: clock.now, perf_counter=lambda: clock.now, time=lambda: clock.now)
+    beat.time = serving.time
 
     class Tuner:
         """Counts steps; each takes ``takes_s`` of the clock."""

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sglang_moe_autotune.beat import Beat
 from sglang_moe_autotune.step_times import BLOCK, LEAST_BEFORE, LOOKS, Place, Slowdown, StepTimes
 
 GRAPHS = {"decode": [1, 2, 4, 8, 16], "prefill": [64, 128]}
@@ -44,7 +45,7 @@ class World(NamedTuple):
 def run(world: World, seed: int, before: int = 3000, after: int = 2500) -> list[Slowdown]:
     """What is found in a server that runs in turns of 40 steps, with the change in between."""
     rng = random.Random(seed)  # noqa: S311 - noise, no secret
-    steps = StepTimes(lambda: GRAPHS, lambda _: None, int)  # type: ignore[arg-type, return-value]
+    steps = StepTimes(lambda: GRAPHS, lambda _: None, int, Beat())  # type: ignore[arg-type, return-value]
     steps.on = True
     now_s, found, others, gust = 0.0, [], 1.0, False
     total = before + after
@@ -124,7 +125,7 @@ class Bed:
 
     def __init__(self) -> None:
         self.opened: list[Place] = []
-        self.steps = StepTimes(lambda: GRAPHS, self.opened.append, int)  # type: ignore[arg-type, return-value]
+        self.steps = StepTimes(lambda: GRAPHS, self.opened.append, int, Beat())  # type: ignore[arg-type, return-value]
         self.steps.on = True
         self.now_s = 0.0
 

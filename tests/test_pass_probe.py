@@ -1,0 +1,77 @@
+"""A pass that took longer than it may is noted, with who had the interpreter meanwhile."""
+
+from __future__ import annotations
+
+import faulthandler
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+sys.path.insert(0, str(Path(__file__).parent.parent / "scripts"))
+
+import gpu_server
+import pass_probe
+
+from sglang_moe_autotune.pace import Watch
+from sglang_moe_autotune.serving import Serving
+
+
+def spin_beside(stop: threading.Event) -> None:
+    while not stop.is_set():
+        sum(range(100))
+
+
+def test_a_long_pass_is_noted_with_the_thread_that_was_busy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Passes:
+        """As long as it is told."""
+
+        watch = Watch()
+
+    def idle(self: Any, seconds: float) -> bool:
+        began_s, now_s = time.perf_counter(), time.monotonic()
+        while time.perf_counter() - began_s < seconds:
+            time.sleep(0.001)
+        self.watch.observe(1e6 * (time.perf_counter() - began_s), 5000.0, now_s, "loading a binary")
+        return True
+
+    monkeypatch.setattr(Serving, "idle", idle)
+    monkeypatch.setattr(Watch, "observe", Watch.observe)
+    before = signal.getsignal(signal.SIGALRM)
+    stop = threading.Event()
+    busy = threading.Thread(target=spin_beside, args=(stop,), name="busy")
+    resting = threading.Thread(target=stop.wait, name="resting")
+    samples = pass_probe._watch(tmp_path)
+    try:
+        busy.start()
+        resting.start()
+        serving: Any = Passes()
+        for seconds in (0.0, 0.03, 0.0):
+            assert Serving.idle(serving, seconds) is True  # type: ignore[arg-type]
+    finally:
+        stop.set()
+        busy.join()
+        resting.join()
+        faulthandler.unregister(signal.SIGALRM)
+        signal.signal(signal.SIGALRM, before)
+        samples.close()
+    (note,) = gpu_server.long_passes(tmp_path)
+    assert note["did"] == "loading a binary"
+    assert note["us"] > 30_000 > note["bound_us"]
+    assert note["computed_us"] < note["us"]
+    assert any(line.startswith("serving: ") and " idle" in line for line in note["threads"])
+    assert any(line.startswith("busy: ") and "spin_beside" in line for line in note["threads"])
+    assert not any(line.startswith("resting") for line in note["threads"])
+
+
+def test_it_does_nothing_outside_a_scheduler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    idle = Serving.idle
+    monkeypatch.setenv("PASS_PROBE_NOTES", str(tmp_path))
+    pass_probe.register()
+    assert Serving.idle is idle
+    assert gpu_server.long_passes(tmp_path) == []
