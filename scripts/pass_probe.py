@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 from typing import IO, Any
 
-SAMPLES_S = 0.002, 0.001
+SAMPLES_S = 0.003, 0.002
 """into a pass: the first one, and how often then"""
 _BYTES = 64_000
 _THREAD = re.compile(r"(?m)^(?:Current thread|Thread) 0x([0-9a-f]+)[^\n]*\n")
