@@ -51,7 +51,7 @@ def _watch(folder: Path) -> IO[bytes]:
         return observe(self, taken_us, bound, now_s, did)
 
     def watched_idle(self: Any, scheduler: Any) -> bool:
-        own_s = time.thread_time()
+        own_s, began_s = time.thread_time(), time.monotonic()
         signal.setitimer(signal.ITIMER_REAL, *SAMPLES_S)
         try:
             return idle(self, scheduler)
@@ -62,6 +62,8 @@ def _watch(folder: Path) -> IO[bytes]:
                 with (folder / f"long-{os.getpid()}.jsonl").open("a", encoding="utf-8") as file:
                     file.write(json.dumps(over.pop() | notes) + "\n")
                 over.clear()
+            elif time.monotonic() - began_s > SAMPLES_S[0]:
+                _stacks(samples)  # of a pass that was short enough after all
 
     Watch.observe = noted_observe  # type: ignore[method-assign]
     Serving.idle = watched_idle  # type: ignore[method-assign]

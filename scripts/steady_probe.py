@@ -130,8 +130,8 @@ def put_plugin() -> Callable[[bool], None]:
     serving: Any = plugin.serving()
 
     def put(tuning: bool) -> None:
-        if tuning:  # batches ran that it has not seen
-            serving.steps.pause()
+        serving.steps.pause()  # batches run that it does not see
+        if tuning:
             serving._served, serving._idled, serving._rest_until_s = True, False, 0.0
         plugin._serving = serving if tuning else None
 

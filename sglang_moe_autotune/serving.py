@@ -148,6 +148,7 @@ class Serving:
         """Tune no more in this process; learned rows stay in use. Never raises: it is called after a fault."""
         if self.state != "off":
             self.state, self.reason = "off", reason
+            self.beat.end()
             try:
                 if self.peers is not None:
                     self.peers.stop(reason)
@@ -197,8 +198,7 @@ class Serving:
             return False
         urgent = releases.why_not_now(scheduler)
         if reason := self.switch.why or self.died or self.watch.why_paused(now) or urgent:
-            # the first one of the table in docs/limits.md that holds
-            return self._retire(reason, now, at_once=bool(urgent))
+            return self._retire(reason, now, at_once=bool(urgent))  # the first that holds of those in docs/limits.md
         quiet_s = now - self._last_request_s
         deep = quiet_s >= self.settings.deep_idle_s
         self.idle_time.passed(now, quiet_s, deep=deep, queued=self.state in {"tuning", "waiting"})

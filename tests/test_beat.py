@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import random
+import weakref
 from enum import Enum, auto
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import given
@@ -15,6 +16,9 @@ from sglang_moe_autotune import beat as beat_module
 from sglang_moe_autotune.beat import Beat
 from sglang_moe_autotune.heat import Heat
 from sglang_moe_autotune.step_times import BLOCK, StepTimes
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 GRAPHS = {"decode": (1, 2, 4, 8), "prefill": (64,)}
 
@@ -36,7 +40,7 @@ class Loop:
         self.steps.on = timed
         self.looks_always, self.looked, self.now_s = looks_always, 0, 0.0
         self.blocks: list[tuple[float, ...]] = []
-        monkeypatch.setattr(beat_module.time, "monotonic", lambda: self.now_s)
+        monkeypatch.setattr(beat_module, "monotonic", lambda: self.now_s)
 
     def run(self, batch: Any, each_s: float) -> None:
         self.now_s += each_s
@@ -104,25 +108,33 @@ def test_one_step_in_sixteen_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> No
     assert loop.heat.take({}) == {4: 3 + 100 * BLOCK}
 
 
-@pytest.mark.parametrize("what", ["another list", "another length", "another mode", "a pause"])
+@pytest.mark.parametrize("what", ["another list", "another mode", "a pause", "the end"])
 def test_what_is_not_the_same_does_not_go_on(what: str) -> None:
     beat, batch = Beat(), decoding(4)
     beat.begin(batch, None, BLOCK)
     assert beat.goes_on(batch)
     if what == "another list":
         batch.reqs = list(batch.reqs)
-    elif what == "another length":
-        batch.reqs.append(object())
     elif what == "another mode":
         batch.forward_mode = Mode.EXTEND
-    else:
+    elif what == "a pause":
         beat.pause()
+    else:
+        beat.end()
+        beat.begin(batch, None, BLOCK)
     assert not beat.goes_on(batch)
 
 
-def test_requests_are_not_kept_alive() -> None:
-    beat, batch = Beat(), decoding(4)
+class Requests(list[object]):
+    """That a weak reference can be made to."""
+
+
+@pytest.mark.parametrize("over", [Beat.pause, Beat.end])
+def test_requests_are_not_kept_alive_once_they_are_over(over: Callable[[Beat], None]) -> None:
+    beat, batch = Beat(), decoding(0)
+    batch.reqs = Requests([object()])
+    gone = weakref.ref(batch.reqs)
     beat.begin(batch, None, BLOCK)
-    held = {type(getattr(beat, name)) for name in Beat.__slots__}
-    assert list not in held
-    assert SimpleNamespace not in held
+    over(beat)
+    del batch
+    assert gone() is None

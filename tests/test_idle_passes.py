@@ -32,7 +32,7 @@ def prepare() -> None:
     server_args = releases.publish_server_args()
     clock = SimpleNamespace(now=1000.0)
     serving.time = SimpleNamespace(monotonic=lambda: clock.now, perf_counter=lambda: clock.now, time=lambda: clock.now)
-    beat.time = serving.time
+    beat.monotonic = serving.time.monotonic
 
     class Tuner:
         """Counts steps; each takes ``takes_s`` of the clock."""
