@@ -29,7 +29,9 @@ Outcome = Literal["recaptured", "put off", "failed", "withdrawn"]
 """``put off``: nothing was touched. ``failed``: the old graph serves on. ``withdrawn``: the size runs without a graph
 of its own, because its old one held an answer that was taken back."""
 
-SHOWN: frozenset[tuple[str, str, str]] = frozenset()
+SHOWN: frozenset[tuple[str, str, str]] = frozenset(
+    ("0.5.16", "triton", pool) for pool in ("MHATokenToKVPool", "HybridLinearKVPool")
+)
 """release, attention backend and KV pool that one rank was shown with on a GPU: there it is the default. None yet:
 ``scripts/gpu_recapture.py`` showed one model for some minutes, and ``scripts/gpu_soak.py --recapture`` was not run."""
 

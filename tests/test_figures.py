@@ -120,6 +120,76 @@ def test_requests_beside_tuning() -> None:
     assert cells(page, "throughput under steady load of 8 streams")[1].startswith(told)
 
 
+def test_steady_load() -> None:
+    page, of = words("docs/measured.md"), recorded("serving")["steady"]
+    assert f"{of['compiling']['fours']['none']} such fours" in page
+    for name, line in (("median step", "{:.2f} % ({:.2f} to {:.2f}) longer with the plugin"),
+                       ("inter-token latency", "was {:.2f} % ({:.2f} to {:.2f}) longer")):  # fmt: skip
+        assert line.format(*(100 * of[name][end] for end in ("value", "low", "high"))) in page
+    beside = of["compiling"]["while_compiling"]["throughput"]
+    told = "{:.2f} % ({:.2f} to {:.2f}) lower".format(*(-100 * beside[end] for end in ("value", "high", "low")))
+    assert told in page
+    assert f"It was {100 * of['run before']['median step']['value']:.2f} % in a first run" in page
+
+
+@pytest.mark.parametrize(("pool", "column"), [("plain", 0), ("hybrid", 1)])
+def test_graphs_captured_again(pool: str, column: int) -> None:
+    page, of = "docs/measured.md", recorded("recapture")[pool]
+    assert all(ok for _, ok, _ in of["checks"])
+    every = [ms for some in of["pauses_ms"].values() for ms in some]
+    told = f"{len(every)} of {len(every)}, {min(every):.0f} to {max(every):.0f} ms each"
+    assert cells(page, "all seven sizes on command, three times over")[column] == told
+    own = of["graphs"]["pause_ms"].values()
+    first = cells(page, "captured by the server itself, in deep idle, after rows of all seven were learned")[column]
+    assert first.startswith(f"{len(own)} of {len(own)}, ")
+    assert f"{min(own):.0f} to {max(own):.0f} ms" in first
+    lost = [str(before - after) for before, after in zip(of["free_mib"][1:], of["free_mib"][2:], strict=False)]
+    line = "device memory, by the driver: lost at the first, second and third time"
+    assert cells(page, line)[column] == f"{', '.join(lost)} MiB"
+    us = {(one["when"], one["M"]): one["us"] for one in of["replayed"]}
+    for m, line in ((16, "kernels that graphs of M=16 replay, by SGLang's profiler, before and after"),
+                    (1024, "the same for M=1024")):  # fmt: skip
+        numbers = [f"{us[when, m][gemm]}" for gemm in ("up", "down") for when in ("before", "after")]
+        assert re.findall(r"[\d.]+(?=(?: and [\d.]+)?(?: us|,| down|$| and))", cells(page, line)[column])[:4] == numbers
+
+
+def test_the_soak() -> None:
+    page = "docs/measured.md"
+    line = "requests answered, aborted as asked, failed"
+    for column, of in enumerate(recorded("soak").values()):
+        counts = of["requests"]
+        assert cells(page, line)[column] == f"{counts['answered']:,}, {counts['aborted']}, {len(counts['failed'])}"
+        last = of["samples"][-1]
+        told = cells(page, "passes over their bound; pauses of the watch over itself")[column]
+        assert told.startswith(f"{last['passes_over']} of {last['slices']:,}")
+        assert all(answer["given_max"] == 0 for answer in of["answers"])
+        assert f"{len(of['answers'])} times" in cells(page, "answers to a fixed set of prompts, once a minute")[column]
+
+
+def test_two_ranks_against_one() -> None:
+    of = recorded("ranks_gpu")["two and one, third run"]
+    ones, twos = (of[part]["live"].values() for part in ("one", "two"))
+    page = words("docs/ranks.md")
+    assert f"one GPU made {sum(one['slices'] for one in ones):,} slices" in page
+    assert f"two GPUs made {sum(one['slices'] for one in twos):,}" in page
+    times = of["one"]["speed_up"]["first_record_s"]
+    row = cells("docs/ranks.md", "4 compile processes, without the causes of the pauses")
+    assert row[:2] == [f"{times[1]} s", f"{times[0]} s"]
+    assert not any(one["pauses"] for one in (*ones, *twos))
+    added = recorded("ranks_gpu")["tp, one compile process a rank"]["first_token"]
+    for name in ("p50", "p99"):
+        told = "{value:.2f} ms ({low:.2f} to {high:.2f})".format(**added[name]["added_ms"])
+        assert told in page
+
+
+def test_the_procedure_of_the_tuning_script() -> None:
+    of = recorded("search_gpu")["script"].values()
+    told = [f"{one['hours_for_1920_at_one_M']:.2f}; {one['hours_for_1920_at_18_M']:.2f}" for one in of]
+    assert cells("docs/measured_search.md", "hours at one M; at 18 M") == told
+    told = [f"{one['gpu_ms_per_candidate'] * 18 * 1920 / 1e3:,.0f}" for one in of]
+    assert cells("docs/measured_search.md", "GPU seconds at 18 M, if all took as long as 64") == told
+
+
 def test_the_first_screen_sums_up_what_the_pages_say() -> None:
     readme, of = words("README.md"), recorded("serving")["ttft"]
     sent, met, added = of["requests"]["on"], f"{100 * of['share_met']:.0f} %", of["ttft"]["added_ms"]
