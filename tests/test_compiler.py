@@ -156,6 +156,7 @@ def compile_in_the_child(shared_memory_bytes: int) -> dict[str, object]:
         "nice": nice,
         "longest_ms": longest_s * 1e3,
         "folder": triton.knobs.cache.dir,
+        "asm": sorted(kernel.asm),
     }
 
 
@@ -311,6 +312,7 @@ def test_a_candidate_is_compiled_elsewhere_and_found_here(scheduler: SchedulerPr
     assert told["compiled_here"] == 0
     assert told["cached"] == [True, True]
     assert told["hash_is_tritons"]
+    assert set(told["asm"]) - {"source"} == {"cubin"}, "intermediate code is read and kept for nothing"
     assert told["device_caches"] == 0
     assert told["hidden_gpu"]
     assert told["nice"] == 19
