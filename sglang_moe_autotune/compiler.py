@@ -147,7 +147,7 @@ class Compiler:
         # The child imports from where this process does, and not from whatever lies in the working directory.
         environment["PYTHONPATH"] = os.pathsep.join(str(Path(p or ".").absolute()) for p in sys.path)
         environment["PYTHONSAFEPATH"] = "1"
-        # Triton reads all of an entry when it loads one, and keeps it: some 200 KB to 1 MB of intermediate code in texts.
+        # Triton reads all of an entry when it loads one, and keeps it: 200 KB to 1 MB of intermediate code in texts.
         environment.setdefault("TRITON_STORE_BINARY_ONLY", "1")
         command = [sys.executable, "-m", "sglang_moe_autotune.compile_child", str(os.getpid()), str(self._processes)]
         try:

@@ -20,9 +20,11 @@ class CompileCount:
         self._tuning = False
         self._next: Callable[..., None] | None = None
 
-    def install(self) -> None:
+    def install(self) -> CompileCount:
+        """Be told of every compile from now on; itself."""
         self._next = knobs.compilation.listener
         knobs.compilation.listener = self
+        return self
 
     def __enter__(self) -> None:
         """What is compiled inside is counted as done for tuning."""

@@ -29,6 +29,7 @@ class Overlay:
         """bit_equal: of learned rows only those whose output was the baseline's in every bit."""
         self._bit_equal = bit_equal
         self.lookup = Lookup()
+        self.lookup.overridden = releases.overridden
         self.layers = LiveLayers()
         self.source: Source | None = None
         """of the records made in this process; None before it has a device"""

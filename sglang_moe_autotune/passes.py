@@ -18,6 +18,9 @@ logger = logging.getLogger("sglang.moe_autotune")
 REST_S = 0.001
 """for which passes ask nothing after one that found nothing to do. What brings work (a batch, a message, the switch)
 ends it; what other processes say waits that long."""
+TOGETHER_S = 0.0007
+"""Several ranks go through SGLang's loop in lockstep: each pass costs a broadcast, and lasts as long as the longest of
+theirs. In deep idle one holds as many slices as begin within this time, where a lone one has its next pass sooner."""
 RESTFUL: frozenset[State] = frozenset({"idle", "standing aside", "off"})
 """states of passes that found nothing to do"""
 

@@ -24,7 +24,7 @@ from sglang_moe_autotune.layers import find_layers
 from sglang_moe_autotune.listener import CompileCount
 from sglang_moe_autotune.marked import MarkedProvider
 from sglang_moe_autotune.overlay import Overlay
-from sglang_moe_autotune.passes import REST_S, RESTFUL, Passes
+from sglang_moe_autotune.passes import REST_S, RESTFUL, TOGETHER_S, Passes
 from sglang_moe_autotune.recapture import Recapture
 from sglang_moe_autotune.settings import Settings, cache_root
 from sglang_moe_autotune.store import Store, relatives
@@ -60,12 +60,10 @@ class Serving:
         self.hooks = hooks
         self.overlay = Overlay(settings.mode, bit_equal=settings.bit_equal)
         self.lookup = self.overlay.lookup
-        self.lookup.overridden = releases.overridden
         self.recapture = Recapture(settings, self.lookup, lambda: self.overlay.shapes)
         self.beat = Beat()
         self.heat = Heat(self.beat)
-        self.compiles = CompileCount()
-        self.compiles.install()
+        self.compiles = CompileCount().install()
         self.overlays = True
         """False where SGLang's own answers must stand: then lookups are not even read"""
         self.switch = Switch()
@@ -176,11 +174,13 @@ class Serving:
         live.log_start(self)
 
     def idle(self, scheduler: Any) -> bool:
-        """One idle pass: at most one slice. True if it did work, so that SGLang's sleep is skipped."""
+        """One idle pass: at most one slice, but see ``TOGETHER_S``. True if it worked: SGLang's sleep is skipped."""
         now = time.monotonic()
         if now < self._rest_until_s:
             return False
-        worked = self._pass(scheduler, now)
+        worked = more = self._pass(scheduler, now)
+        while more and self._idled and self.place.ranks > 1 and time.monotonic() - now < TOGETHER_S:
+            more = self._pass(scheduler, time.monotonic())
         self.doubts.look(now, overlays=self.overlays)
         if not worked and self.state in RESTFUL:
             self._rest_until_s = now + REST_S

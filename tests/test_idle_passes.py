@@ -293,8 +293,14 @@ def on_two_ranks() -> dict[str, object]:
         scheduler.on_idle()
     found: dict[str, object] = {"place": tuple(state.place), "steps": len(state.tuner.steps)}
     told: list[tuple[str, str]] = []
+
+    def step(now_s: float, *, deep_idle: bool) -> str:
+        told.append(("step", ""))
+        world.clock.now += 0.001
+        return "worked"
+
     state.peers = SimpleNamespace(
-        step=lambda now_s, *, deep_idle: told.append(("step", "")) or "worked",
+        step=step,
         stand_aside=lambda reason: told.append(("aside", reason)),
         abandon=lambda: told.append(("abandon", "")),
     )
@@ -312,7 +318,7 @@ def test_tensor_parallelism_tunes_and_the_other_ranks_are_told_when_one_is_switc
 ) -> None:
     found = world.run(on_two_ranks)
     assert found["place"] == [1, 2, 30123]
-    assert found["steps"] == 10
+    assert found["steps"] == 20, "two slices of 0.4 ms begin in a pass of deep idle"
     off = ["aside", "switched to 'rows' by a request"]
     assert found["told"] == [["step", ""]] * 2 + [["abandon", ""], off, off] + [["step", ""]] * 2
 
@@ -754,3 +760,39 @@ def test_a_server_that_hardly_idles_is_told_from_one_that_just_started(
     idle_s: float, alive_s: float, found: bool
 ) -> None:
     assert idle_time.scarce(idle_s, alive_s) is found
+
+
+def hold_several_slices(ranks: int) -> dict[str, object]:
+    """Slices of one idle pass: soon after a request, in deep idle, of long ones, and where one finds nothing to do."""
+    import builtins
+
+    from sglang_moe_autotune.council import Place
+
+    world = builtins.world  # type: ignore[attr-defined]
+    state, scheduler = world.fresh(), world.Scheduler()
+    found: dict[str, object] = {}
+
+    def slices(quiet_s: float, takes_s: float = 0.0003, result: str = "worked") -> int:
+        state.tuner = world.Tuner(result, takes_s)
+        state._last_request_s = world.clock.now - quiet_s
+        state.place = Place(0, ranks)
+        state._rest_until_s = 0.0
+        scheduler.on_idle()
+        return len(state.tuner.steps)
+
+    scheduler.on_idle()
+    found["soon"] = slices(5.0)
+    found["deep"] = slices(20.0)
+    found["long ones"] = slices(20.0, 0.0009)
+    found["nothing to do"] = slices(20.0, 0.0003, "nothing")
+    state.doorbell = type("Rings", (), {"rung": lambda self: bool(state.tuner.steps)})()
+    found["a request waits"] = slices(20.0)
+    return found
+
+
+@pytest.mark.parametrize(("ranks", "deep"), [(1, 1), (2, 3)])
+def test_in_deep_idle_a_pass_of_several_ranks_holds_what_begins_in_its_time(
+    world: SchedulerProcess, ranks: int, deep: int
+) -> None:
+    told = world.run(hold_several_slices, ranks)
+    assert told == {"soon": 1, "deep": deep, "long ones": 1, "nothing to do": 1, "a request waits": 1}
