@@ -8,22 +8,26 @@ what begins, ends or is full is looked at.
 from __future__ import annotations
 
 from time import monotonic
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 
 class Beat:
     """``goes_on`` before each batch; where it says no, the batch is looked at, and ``begin`` says what may follow it.
 
-    Who decodes is told by the identity of SGLang's list of requests: others come into a batch by a prefill only, which
-    is looked at. The list is held no longer than its batch decodes on.
+    Who decodes is told by SGLang's list of requests, by its identity and its length: up to 0.5.13 a running batch gets
+    more requests in the same list, and with HiSparse or PD multiplexing no prefill runs just before that. The list is
+    held no longer than its batch decodes on.
     """
 
-    __slots__ = ("_ended", "_intervals", "_left", "_mode", "_requests", "_steps", "last_s")
+    __slots__ = ("_count", "_ended", "_intervals", "_left", "_mode", "_requests", "_steps", "last_s")
 
     def __init__(self) -> None:
         self.last_s = 0.0
         """when the last batch that is timed began"""
-        self._steps = self._left = 0
+        self._steps = self._left = self._count = 0
         self._requests: Any = None
         self._mode: Any = None
         self._intervals: list[float] | None = None
@@ -34,11 +38,17 @@ class Beat:
         None: they are not timed. most: steps that may follow without another look."""
         if not self._ended:
             self._requests, self._mode, self._intervals, self._left = batch.reqs, batch.forward_mode, intervals, most
+            self._count = len(batch.reqs)
 
-    def goes_on(self, batch: Any) -> bool:
+    def goes_on(self, batch: Any, count: Callable[[Any], int] = len) -> bool:
         """Is it one more step of the batch that ran last? Then it is counted and timed. No function is called that need
-        not be: a name of the builtins alone takes half a microsecond to find."""
-        if self._left and batch.reqs is self._requests and batch.forward_mode is self._mode:
+        not be: a name of the builtins alone takes half a microsecond to find, so ``len`` comes as a default."""
+        if (
+            self._left
+            and (requests := batch.reqs) is self._requests
+            and batch.forward_mode is self._mode
+            and count(requests) == self._count
+        ):
             self._left -= 1
             self._steps += 1
             if self._intervals is not None:

@@ -27,19 +27,22 @@ _POOLS = "sglang.srt.mem_cache.memory_pool"
 _SWAPPED = ("graph_capture", "freeze_gc", "tqdm")
 """module names that ``graphs`` replaces for the time of one capture"""
 
+_KIND = ("is_multimodal", "is_generation")
+
 _POOL_USES: Final = (
     Use(_POOLS, "ReqToTokenPool", ("free_slots",)),
     Use(_POOLS, "HybridReqToTokenPool", ("req_index_to_mamba_index_mapping",)),
     Use(_POOLS, "MHATokenToKVPool", ()),
     Use(_POOLS, "MLATokenToKVPool", ()),
-    Use(_POOLS, "HybridLinearKVPool", ()),
+    Use(_POOLS, "HybridLinearKVPool", ("full_kv_pool",)),
+    Use("sglang.srt.layers.attention.hybrid_linear_attn_backend", "HybridLinearAttnBackend", ("linear_attn_backend",)),
     Use(f"{_EXECUTOR}.cuda_graph_buffer_registry", "CudaGraphBufferRegistry", ("has_slot", "get_slot")),
     Use(f"{_EXECUTOR}.cuda_graph_buffer_registry", "GraphSlot", ("buffer",)),
 )
 
 BACKEND_USES: Final = (
     *_POOL_USES,
-    Use(f"{_EXECUTOR}.model_runner", "ModelRunner", ("decode_cuda_graph_runner", "prefill_cuda_graph_runner")),
+    Use(f"{_EXECUTOR}.model_runner", "ModelRunner", ("decode_cuda_graph_runner", "prefill_cuda_graph_runner", *_KIND)),
     Use(_DECODE, "", (*_SWAPPED, "model_capture_mode")),
     Use(_PREFILL, "", _SWAPPED),
     Use(
@@ -69,7 +72,7 @@ BACKEND_USES: Final = (
 
 OLD_USES: Final = (
     *_POOL_USES,
-    Use(f"{_EXECUTOR}.model_runner", "ModelRunner", ("graph_runner", "piecewise_cuda_graph_runner")),
+    Use(f"{_EXECUTOR}.model_runner", "ModelRunner", ("graph_runner", "piecewise_cuda_graph_runner", *_KIND)),
     Use(_OLD_DECODE, "", (*_SWAPPED, "model_capture_mode")),
     Use(_OLD_PREFILL, "", _SWAPPED),
     Use(

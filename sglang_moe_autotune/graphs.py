@@ -44,13 +44,22 @@ _KV_POOLS = ("MHATokenToKVPool", "MLATokenToKVPool", "HybridLinearKVPool")
 _NOT_SHOWN = (
     *("speculative_algorithm", "enable_lora", "enable_pdmux", "enable_two_batch_overlap", "enable_torch_compile"),
     *("enable_memory_saver", "enable_profile_cuda_graph", "debug_cuda_graph", "enable_hierarchical_cache"),
-    *("enable_lmcache", "dllm_algorithm", "enable_hisparse"),
+    *("enable_lmcache", "enable_flexkv", "dllm_algorithm", "enable_hisparse", "enable_single_batch_overlap"),
+    *("enable_unified_memory", "enable_page_major_kv_layout", "enable_linear_replayssm", "cpu_offload_gb"),
+    *("expert_distribution_recorder_mode", "enable_return_routed_experts", "enable_return_indexer_topk"),
+    *("forward_hooks", "msprobe_dump_config", "debug_tensor_dump_output_folder"),
 )
 """server arguments under which captures carry state, threads or memory that was not looked at"""
 _NOT_SHOWN_ENV = (
     *("SGLANG_ENABLE_CUDA_GRAPH_DEDUP", "SGLANG_ENABLE_GRAPH_POOL_BORROW"),
     "SGLANG_ENABLE_TORCH_INFERENCE_MODE",  # small compiled kernels would be compiled anew for it, in the capture
 )
+
+
+_SHOWN_ON = (9, 0)
+"""the compute capability of the GPU that captures were shown on"""
+_SHOWN_PARTS = ("MHATokenToKVPool", "GDNAttnBackend")
+"""of hybrid models: the pool of their layers with full attention, and the backend of the others"""
 
 
 class Found(NamedTuple):
@@ -61,6 +70,8 @@ class Found(NamedTuple):
     """by ``decode``, ``prefill`` or ``all``"""
     pool: str = ""
     """the class of SGLang's KV pool"""
+    unlike: str = ""
+    """what sets the server apart from those that captures were shown on, besides release, attention and pool"""
 
 
 def find(scheduler: Any) -> Found:
@@ -78,15 +89,40 @@ def find(scheduler: Any) -> Found:
             refused[kind] = reason
         else:
             graphs.append(Graphs(kind, place, runner))
-    return Found(tuple(graphs), refused, type(model_runner.token_to_kv_pool).__name__)
+    unlike = "; ".join(_unlike(scheduler.server_args, model_runner, graphs))
+    return Found(tuple(graphs), refused, type(model_runner.token_to_kv_pool).__name__, unlike)
+
+
+def _unlike(arguments: Any, model_runner: Any, graphs: list[Graphs]) -> Iterator[str]:
+    if torch.version.hip or not torch.cuda.is_available():
+        yield "no CUDA GPU"
+    elif (capability := torch.cuda.get_device_capability()) != _SHOWN_ON:
+        yield f"a GPU of compute capability {capability[0]}.{capability[1]}"
+    usual = releases.setting(arguments, "attention_backend")
+    for name in ("prefill_attention_backend", "decode_attention_backend"):
+        if (backend := releases.setting(arguments, name)) and backend != usual:
+            yield f"--{name.replace('_', '-')} {backend}"
+    parts = (model_runner.token_to_kv_pool, "full_kv_pool"), (model_runner.attn_backend, "linear_attn_backend")
+    for whole, name in parts:
+        if (part := getattr(whole, name, None)) is not None and type(part).__name__ not in _SHOWN_PARTS:
+            yield f"a hybrid model with {type(part).__name__}"
+    if getattr(model_runner, "is_multimodal", False):
+        yield "a multimodal model"
+    if not getattr(model_runner, "is_generation", True):
+        yield "a model that generates no text"
+    yield from (f"decode graphs of {name}" for some in graphs if (name := some.unusual))
 
 
 def _why_none(scheduler: Any) -> Iterator[str]:
     """Reasons that hold for all graphs of a server."""
     arguments, model_runner = scheduler.server_args, scheduler.tp_worker.model_runner
+    if why := releases.why_never(arguments):
+        yield why  # its graphs change where a row is taken back, which would capture beside what was not looked at
     for name in _NOT_SHOWN:
         if releases.setting(arguments, name):
             yield f"not shown to be safe with --{name.replace('_', '-')}"
+    if (releases.setting(arguments, "offload_group_size") or -1) > 0:
+        yield "not shown to be safe with --offload-group-size"
     for name in _NOT_SHOWN_ENV:
         if os.environ.get(name, "").lower() in {"1", "true", "yes", "on"}:
             yield f"not shown to be safe with {name}"
@@ -134,6 +170,12 @@ class Graphs:
     def current(self) -> bool:
         """Are these the graphs that serve? SGLang makes a new runner where it captures all of them again."""
         return getattr(self._runner.model_runner, self._place, None) is self._runner
+
+    @property
+    def unusual(self) -> str:
+        """The backend of decode graphs that are captured in another way than SGLang's own choice, or ""."""
+        name = "" if self._backend is None else type(self._backend).__name__
+        return name if self.kind == "decode" and name != _BACKENDS["decode"][0] else ""
 
     def sizes(self) -> list[Size]:
         """All of them, as SGLang lists them."""

@@ -202,7 +202,6 @@ def on_batch(scheduler: Any, *args: Any, **kwargs: Any) -> None:
                 state.batch(scheduler, batch)
         except Exception as error:  # noqa: BLE001 - logged there
             _BATCH_FENCE.trip(error)
-            state.beat.end()
             state.stop("when requests run can no longer be followed; the log has it")
 
 

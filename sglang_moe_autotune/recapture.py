@@ -104,7 +104,7 @@ class Recapture:
             return
         self._scheduler, self._doorbell = scheduler, doorbell
         found = self._find()
-        self.mode, self.reason = self._choose(scheduler, found.pool)
+        self.mode, self.reason = self._choose(scheduler, found)
         if self.mode == "off":
             return
         self._graphs = found.graphs
@@ -123,7 +123,7 @@ class Recapture:
             logger.warning("MoE autotune captures no graph again: this SGLang keeps them otherwise.", exc_info=True)
             return graphs.Found((), {"all": f"this SGLang keeps them otherwise ({error})"})
 
-    def _choose(self, scheduler: Any, pool: str) -> tuple[RecaptureMode, str]:
+    def _choose(self, scheduler: Any, found: graphs.Found) -> tuple[RecaptureMode, str]:
         if self._settings.mode in ("restart", "off"):
             return "off", f"mode {self._settings.mode}: answers do not change while a server lives"
         asked = self._settings.recapture
@@ -132,9 +132,10 @@ class Recapture:
         if asked is not None:
             return asked, "" if asked == "idle" else f"set to {asked}"
         backend = str(releases.setting(scheduler.server_args, "attention_backend"))
-        if (releases.version(), backend, pool) in SHOWN:
-            return "idle", ""
-        return "restart", f"not shown on a GPU with SGLang {releases.version()}, attention backend {backend} and {pool}"
+        if (releases.version(), backend, found.pool) not in SHOWN:
+            with_what = f"SGLang {releases.version()}, attention backend {backend} and {found.pool}"
+            return "restart", f"not shown on a GPU with {with_what}"
+        return ("restart", f"not shown with {found.unlike}") if found.unlike else ("idle", "")
 
     def adopted(self, key: CallKey, M: int, pair: ConfigPair) -> None:  # noqa: N803
         """The binaries of this row are loaded: a capture will compile nothing."""

@@ -143,10 +143,11 @@ class Serving:
         self._rest_until_s = 0.0
 
     def stop(self, reason: str) -> None:
-        """Tune no more in this process; learned rows stay in use. Never raises: it is called after a fault."""
+        """A hook broke: tune no more in this process, and count on no hook; learned rows stay in use. Never raises."""
+        self.beat.end()
+        self._idled = False
         if self.state != "off":
             self.state, self.reason = "off", reason
-            self.beat.end()
             try:
                 if self.peers is not None:
                     self.peers.stop(reason)
@@ -324,8 +325,7 @@ class Serving:
     def _learned(self, record: Record) -> None:
         """The tuner's sink."""
         assert self.harvest is not None  # noqa: S101 - for the type checker
-        self._faults = 0
-        self.idle_time.settled += 1
+        self._faults, self.idle_time.settled = 0, self.idle_time.settled + 1
         self.harvest.learned(record)
 
     def _submit_note(self, note: ShapeNote) -> None:

@@ -41,7 +41,7 @@ def on_command(folder: Path | None, *, as_json: bool) -> None:
 
 
 _SAYS: dict[switch.Level, str] = {
-    "off": "off: nothing is tuned, and SGLang's own configs are served; captured graphs keep theirs until a restart",
+    "off": "off: nothing is tuned, SGLang's own configs are served; captured graphs keep theirs until captured again",
     "rows": "rows: nothing is tuned, and what was learned is served",
     "on": "on: learned rows are served, and idle time is used to tune",
 }

@@ -63,7 +63,7 @@ def decoding(count: int) -> Any:
 EVENTS = st.lists(
     st.one_of(
         st.tuples(st.just("decode"), st.integers(1, 70)),
-        st.tuples(st.sampled_from(["join", "leave", "prefill", "message", "take"]), st.just(1)),
+        st.tuples(st.sampled_from(["join", "join unseen", "leave", "prefill", "message", "take"]), st.just(1)),
     ),
     max_size=25,
 )
@@ -85,6 +85,8 @@ def test_whether_each_step_is_looked_at_or_goes_on_makes_no_difference(
                 elif what == "join":  # a prefill comes before, and SGLang makes another list
                     loop.run(SimpleNamespace(reqs=[object()], forward_mode=Mode.EXTEND, context=9), 0.02)
                     batch.reqs = [*batch.reqs, object()]
+                elif what == "join unseen":  # as SGLang 0.5.13 merges what HiSparse or PD multiplexing made ready
+                    batch.reqs.append(object())
                 elif what == "leave":
                     batch.reqs = batch.reqs[1:] or [object()]
                 elif what == "prefill":  # the same list: what was prefilled decodes on
@@ -108,13 +110,15 @@ def test_one_step_in_sixteen_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> No
     assert loop.heat.take({}) == {4: 3 + 100 * BLOCK}
 
 
-@pytest.mark.parametrize("what", ["another list", "another mode", "a pause", "the end"])
+@pytest.mark.parametrize("what", ["another list", "more in it", "another mode", "a pause", "the end"])
 def test_what_is_not_the_same_does_not_go_on(what: str) -> None:
     beat, batch = Beat(), decoding(4)
     beat.begin(batch, None, BLOCK)
     assert beat.goes_on(batch)
     if what == "another list":
         batch.reqs = list(batch.reqs)
+    elif what == "more in it":  # SGLang 0.5.11 and 0.5.13 merge so
+        batch.reqs.append(object())
     elif what == "another mode":
         batch.forward_mode = Mode.EXTEND
     elif what == "a pause":

@@ -468,6 +468,18 @@ def faults_after_faults() -> dict[str, object]:
     for _ in range(3):
         scheduler.on_idle()
     found["idle"] = [state.state, state.reason, len(tuner.steps), state.tuner is None]
+
+    # A server that tunes nothing decodes on in deep idle's wake when the request hook breaks: nobody says "pause" then.
+    state = world.fresh()
+    state.state = "off"
+    batch = SimpleNamespace(reqs=[SimpleNamespace(rid="a")], forward_mode=SimpleNamespace(is_extend=lambda: False))
+    world.plugin.on_batch(scheduler, batch)
+    found["held"] = [state.beat._requests is batch.reqs]
+    state._idled, state.requests = True, abandon
+    world.plugin.on_requests(scheduler, [SimpleNamespace()])
+    found["held"] += [state.beat._requests, state._idled]
+    world.plugin.on_batch(scheduler, batch)
+    found["held"] += [state.beat._requests]
     return found
 
 
@@ -476,6 +488,7 @@ def test_a_fault_ends_tuning_and_a_second_one_in_tidying_up_is_none_of_sglangs(w
     told = world.run(faults_after_faults)
     assert told["batch"] == ["off", "when requests run can no longer be followed; the log has it", 3]
     assert told["idle"] == ["off", "tuning ended with a fault; the log has it", 0, True]
+    assert told["held"] == [True, None, False, None], "no request is kept, and no start of a capture announced"
 
 
 def resting() -> dict[str, object]:

@@ -57,16 +57,17 @@ class Server:
 
     def __init__(
         self, monkeypatch: pytest.MonkeyPatch, *, backend: str = "triton", pool: str = "MHATokenToKVPool",
-        ranks: int = 1, rows: dict[int, ConfigPair] | None = None, **settings: Any,
+        ranks: int = 1, rows: dict[int, ConfigPair] | None = None, version: str = "0.5.16", unlike: str = "",
+        **settings: Any,
     ) -> None:  # fmt: skip
         self.now_s = 1000.0
         self.free = 64 * GIB
         self.lookup = Lookup()
         self.decode = MadeUpGraphs("decode", [1, 8, 16, 64], self.lookup)
         self.prefill = MadeUpGraphs("prefill", [16, 4096], self.lookup)
-        self.found = Found((self.decode, self.prefill), {}, pool)  # type: ignore[arg-type]
+        self.found = Found((self.decode, self.prefill), {}, pool, unlike)  # type: ignore[arg-type]
         monkeypatch.setattr(graphs, "find", lambda _: self.found)
-        monkeypatch.setattr(recapture.releases, "version", lambda: "0.5.16")
+        monkeypatch.setattr(recapture.releases, "version", lambda: version)
         monkeypatch.setattr(recapture, "SHOWN", {("0.5.16", "triton", "MHATokenToKVPool")})
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (self.free, 80 * GIB))
         self.recapture = Recapture(Settings(**settings), self.lookup, lambda: [SHAPE], clock=lambda: self.now_s)
@@ -233,6 +234,10 @@ def test_a_size_is_captured_a_few_times_only_but_taking_back_is_not_counted(serv
         pytest.param({"backend": "fa3", "recapture": "idle"}, "idle", "", id="the user's word"),
         pytest.param({"recapture": "restart"}, "restart", "set to restart", id="set to restart"),
         pytest.param({"recapture": "off"}, "off", "set to off", id="set to off"),
+        pytest.param({"version": "0.5.16.post1"}, "restart", "SGLang 0.5.16.post1", id="another release"),
+        pytest.param({"version": "0.5.16+local"}, "restart", "SGLang 0.5.16+local", id="somebody's own build"),
+        pytest.param({"unlike": "no CUDA GPU"}, "restart", "not shown with no CUDA GPU", id="unlike what was shown"),
+        pytest.param({"unlike": "a GPU", "recapture": "idle"}, "idle", "", id="unlike what was shown, and asked for"),
         pytest.param({"recapture": "idle", "mode": "restart"}, "off", "mode restart", id="answers must not change"),
     ],
 )
@@ -333,3 +338,109 @@ def test_an_sglang_that_moved_its_graphs_costs_a_warning(
     assert server.recapture.mode == "off"
     assert "no tp_worker" in server.recapture.reason
     assert len(caplog.records) == 1
+
+
+class FullCudaGraphBackend:
+    """By SGLang's name."""
+
+
+class BreakableCudaGraphBackend:
+    """By SGLang's name."""
+
+
+def scheduler(**changes: Any) -> Any:
+    """A scheduler whose decode graphs can be captured again, as a server has it where that was shown."""
+    arguments = {"attention_backend": "triton", "disaggregation_mode": "null", "offload_group_size": -1}
+    model = {"is_multimodal": False, "is_generation": True, "backend": FullCudaGraphBackend()}
+    model |= {name: changes.pop(name) for name in set(changes) & {*model, "pool", "attention"}}
+    runner = type("DecodeCudaGraphRunner", (), {})()
+    vars(runner).update(buffer_registry=None, backend=model.pop("backend"), capture_bs=[1])
+    model_runner = SimpleNamespace(
+        req_to_token_pool=type("ReqToTokenPool", (), {"free_slots": [1, 2]})(), decode_cuda_graph_runner=runner,
+        token_to_kv_pool=model.pop("pool", named("MHATokenToKVPool")),
+        attn_backend=model.pop("attention", named("TritonAttnBackend")), **model,
+    )  # fmt: skip
+    server_args = SimpleNamespace(**{**arguments, **changes})
+    return SimpleNamespace(server_args=server_args, tp_worker=SimpleNamespace(model_runner=model_runner))
+
+
+def named(name: str, **parts: str) -> Any:
+    return type(name, (), {part: named(of) for part, of in parts.items()})()
+
+
+@pytest.fixture
+def h200(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+
+
+HYBRID = {
+    "pool": named("HybridLinearKVPool", full_kv_pool="MHATokenToKVPool"),
+    "attention": named("HybridLinearAttnBackend", linear_attn_backend="GDNAttnBackend"),
+}
+
+
+@pytest.mark.parametrize("changes", [{}, HYBRID, {"decode_attention_backend": "triton"}])
+@pytest.mark.usefixtures("h200")
+def test_a_server_like_the_shown_ones(changes: dict[str, Any]) -> None:
+    found = graphs.find(scheduler(**changes))
+    assert len(found.graphs) == 1
+    assert found.refused == {}
+    assert found.unlike == ""
+
+
+@pytest.mark.parametrize(
+    ("changes", "word"),
+    [
+        ({"prefill_attention_backend": "fa3"}, "--prefill-attention-backend fa3"),
+        ({"decode_attention_backend": "fa3"}, "--decode-attention-backend fa3"),
+        ({"pool": named("HybridLinearKVPool", full_kv_pool="MLATokenToKVPool")}, "hybrid model with MLATokenToKVPool"),
+        ({"attention": named("Hybrid", linear_attn_backend="Mamba2AttnBackend")}, "hybrid model with Mamba2Attn"),
+        ({"backend": BreakableCudaGraphBackend()}, "decode graphs of BreakableCudaGraphBackend"),
+        ({"is_multimodal": True}, "multimodal"),
+        ({"is_generation": False}, "generates no text"),
+    ],
+)
+@pytest.mark.usefixtures("h200")
+def test_a_server_unlike_the_shown_ones_is_told_so_and_can_still_be_asked(changes: dict[str, Any], word: str) -> None:
+    found = graphs.find(scheduler(**changes))
+    assert len(found.graphs) == 1
+    assert word in found.unlike
+
+
+@pytest.mark.parametrize(
+    ("hip", "capability", "word"),
+    [("7.0", (9, 4), "no CUDA"), (None, (10, 0), "capability 10.0"), (None, (8, 9), "8.9"), (None, None, "no CUDA")],
+)
+def test_another_gpu_is_unlike_the_shown_one(
+    monkeypatch: pytest.MonkeyPatch, hip: str | None, capability: tuple[int, int] | None, word: str
+) -> None:
+    monkeypatch.setattr(torch.version, "hip", hip)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: capability is not None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    assert word in graphs.find(scheduler()).unlike
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"disaggregation_mode": "decode"}, {"enable_fused_moe_sum_all_reduce": True}, {"enable_lora": True},
+        {"speculative_algorithm": "EAGLE"}, {"enable_memory_saver": True}, {"enable_torch_compile": True},
+        {"enable_two_batch_overlap": True}, {"cpu_offload_gb": 4}, {"offload_group_size": 2}, {"forward_hooks": [{}]},
+        {"expert_distribution_recorder_mode": "stat"}, {"enable_return_routed_experts": True},
+        {"enable_unified_memory": True}, {"enable_flexkv": True}, {"enable_linear_replayssm": True},
+    ],
+    ids=lambda changes: next(iter(changes)),
+)  # fmt: skip
+@pytest.mark.usefixtures("h200")
+def test_a_server_whose_captures_were_not_looked_at_is_refused_with_a_reason(changes: dict[str, Any]) -> None:
+    found = graphs.find(scheduler(**changes))
+    assert found.graphs == ()
+    assert found.refused["all"]
+
+
+@pytest.mark.usefixtures("h200")
+def test_a_server_that_would_end_at_a_new_kernel_captures_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row that is taken back lets SGLang's own config into its graph, which may never have been loaded here."""
+    monkeypatch.setenv("SGLANG_CRASH_ON_TRITON_LOAD_AFTER_READY", "1")
+    assert "SGLANG_CRASH" in graphs.find(scheduler()).refused["all"]
