@@ -85,7 +85,8 @@ def test_tests_are_shared_among_processes_unless_asked_otherwise(
 ) -> None:
     environ = finished_environment(tmp_path / "venv")
     (tmp_path / "venv" / "bin").mkdir()
-    for path, said in ((tmp_path / "venv" / "bin" / "python", 'printf "%s\\n" "$@"'), (tmp_path / "nproc", f"echo {cores}")):
+    stand_ins = {"venv/bin/python": 'printf "%s\\n" "$@"', "nproc": f"echo {cores}"}
+    for path, said in ((tmp_path / name, said) for name, said in stand_ins.items()):
         path.write_text(f"#!/bin/sh\n{said}\n", encoding="utf-8")
         path.chmod(0o755)
     path = os.pathsep.join([str(tmp_path), os.environ["PATH"]])
