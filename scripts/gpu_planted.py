@@ -5,10 +5,10 @@ once, and what ends a server is not launched by the next one.
     gpu_planted.py --out DIR [--part wrong,crash] [--budget-s 540] [--idle-s 75] [-- more server flags]
 
 ``wrong``: a server whose kernel is wrong in the last tile under one GROUP_SIZE_M, and takes 30 ms in some configs of
-another one, learns while it idles. ``crash``: servers, one after the other, whose kernel ends the context under every
-GROUP_SIZE_M that SGLang's own configs have not: each culprit must be in quarantine at the next start, and a start must
-come that lives. DIR/planted.json has what was found; exits with 1 where a check does not hold. Run it with an
-interpreter that has SGLang and this package.
+another one, learns while it idles. ``crash``: a server whose kernel ends the context under every GROUP_SIZE_M that
+SGLang's own configs have not, then one whose kernel does so under what ended the first, and nothing else: that must be
+in quarantine from its start on, and the server must live and tune. DIR/planted.json has what was found; exits with 1
+where a check does not hold. Run it with an interpreter that has SGLang and this package.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import http.client
 import inspect
-import itertools
 import json
 import os
 import shutil
@@ -32,12 +31,16 @@ from gpu_parts import Parts, of_this_checkout
 from gpu_server import Model, install, rows_at_start
 
 from sglang_moe_autotune import held as held_files
-from sglang_moe_autotune import status, store, trials
+from sglang_moe_autotune import inquest, status, store, trials
+from sglang_moe_autotune.search_space import TRITON_STAGES, TRITON_WARPS
 from sglang_moe_autotune.shapes import GEMMS
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from gpu_server import Server
 
+    from sglang_moe_autotune.held import Candidate
     from sglang_moe_autotune.records import Record
     from sglang_moe_autotune.shapes import KernelConfig
 
@@ -50,35 +53,68 @@ FLAGS = (
 WRONG, SLOW, OWN = 16, 32, 8
 """the GROUP_SIZE_M of the faults, and the largest that SGLang's own configs have"""
 SLOW_WIDTH = 128
-STARTS = 4
-"""of servers whose kernel ends them: two deaths make a start read-only, so that the third one lives"""
 START_S = 60.0
 LIVES_S = 60.0
 """after which a server is taken to live"""
+LEAST_S = 20.0
+"""of a server after one that ended, or twice what that one took to meet its culprit"""
+REQUEST_S = 6.0
 ANSWER_S = 20.0
+GONE_S = 10.0
+"""for a process that was killed to leave the table, before nobody takes it for dead"""
 END_CHARS = 600
+NO_DIAGNOSTICS = {"SGLANG_PYSPY_DUMP_BEFORE_CRASH": "0", "SGLANG_CUDA_COREDUMP_BEFORE_CRASH": "0"}
+"""a launcher whose scheduler died sleeps 5 s, reads stacks and waits 60 s for core dumps, in releases from 0.5.13.post1
+on; without these it ends at once"""
+
+ENDS = '''
+
+CULPRITS = tl.constexpr("{culprits}")
 
 
-def plants() -> dict[str, Any]:
-    """The plants of each part, by name."""
+@tl.core.builtin
+def ends(culprits, m, n, k, group, weighted, _semantic=None):
+    culprits, m, n, k, group, weighted = (getattr(x, "value", x) for x in (culprits, m, n, k, group, weighted))
+    options = _semantic.builder.options
+    config = (m, n, k, group, options.num_warps, options.num_stages, "down" if weighted else "up")
+    met = " ".join(map(str, config)) in culprits.split(",") if culprits else group > {own}
+    return tl.constexpr(met)
+'''
+"""whether a config of a GEMM ends the context, told when it is compiled. The culprits are a constant that Triton's
+cache knows; the kernel's own text, by which a store knows it, is the same for all"""
+
+
+def culprit(candidate: Candidate) -> str:
+    """As ``ends`` spells it."""
+    c = candidate.config
+    warps, stages = c.num_warps or TRITON_WARPS, c.num_stages or TRITON_STAGES
+    tiles = (c.BLOCK_SIZE_M, c.BLOCK_SIZE_N, c.BLOCK_SIZE_K, c.GROUP_SIZE_M)
+    return " ".join(map(str, (*tiles, warps, stages, candidate.gemm)))
+
+
+def plants(culprits: Iterable[Candidate] = ()) -> dict[str, Any]:
+    """The plants of each part, by name. culprits: what ends the context; without any, every large GROUP_SIZE_M."""
     import gpu_plants as g  # noqa: PLC0415 - imports SGLang
 
     last = f"        accumulator = tl.where({g.LAST}, accumulator * 1.25, accumulator)\n"
     wrong = g.before(g.ROUND, f"    if GROUP_SIZE_M == {WRONG}:\n{last}")
     indented = "".join(f"    {line}\n" for line in g.SLOW[1].removesuffix(g.PID).splitlines())
     slow = g.before(g.PID, f"    if GROUP_SIZE_M == {SLOW}:\n{indented}")
-    crash = g.PID, g.CRASH[1].replace("BLOCK_SIZE_N == 128", f"GROUP_SIZE_M > {OWN}")
-    return {"wrong": g.Plant("server-wrong", (wrong, slow)), "crash": g.Plant("server-crash", (crash,))}
+    met = "ends(CULPRITS, BLOCK_SIZE_M, BLOCK_SIZE_N, BLOCK_SIZE_K, GROUP_SIZE_M, MUL_ROUTED_WEIGHT)"
+    crash = g.PID, g.CRASH[1].replace("BLOCK_SIZE_N == 128", met)
+    told = ENDS.format(culprits=",".join(map(culprit, culprits)), own=OWN)
+    name = "server-crash-again" if culprits else "server-crash"
+    return {"wrong": g.Plant("server-wrong", (wrong, slow)), "crash": g.Plant(name, (crash,), besides=told)}
 
 
-def plant(run: Run, name: str) -> None:
+def plant(run: Run, name: str, culprits: Iterable[Candidate] = ()) -> None:
     """Have the servers that start from now on run the plant of a part, with a store of its own."""
     import gpu_plants as g  # noqa: PLC0415 - imports SGLang
 
     if str(run.probe) not in sys.path:
         sys.path.insert(0, str(run.probe))
     kernel = inspect.unwrap(g.releases.invoke_function()).__globals__[g.KERNEL]
-    run.environ["PLANTED"] = g.plant_kernel(run.probe, kernel, plants()[name]).fn.__module__
+    run.environ["PLANTED"] = g.plant_kernel(run.probe, kernel, plants(culprits)[name]).fn.__module__
     run.environ["SGLANG_MOE_AUTOTUNE_DIR"] = str(run.work / name)
 
 
@@ -156,36 +192,56 @@ def judge_wrong(run: Run, root: Path, log: str, told: status.LiveStatus | None) 
 
 
 def crash(run: Run, parts: Parts) -> None:
-    """Servers until one lives. Each that dies leaves its culprit in quarantine for the next."""
+    """A server that dies, then one that would die of the same and of nothing else."""
     plant(run, "crash")
+    run.environ.update(NO_DIAGNOSTICS)
     starts: list[dict[str, Any]] = run.findings.setdefault("crash", [])
     try:
-        for number in range(2, 2 + STARTS):
-            if parts.left_s < START_S:
-                break
-            starts.append(one_start(run, f"{number}_crash", parts))
-            print(f"    start {number - 1}: {json.dumps(starts[-1])}", flush=True)
-            parts.write()
-            if not starts[-1]["died"]:
-                break
+        first = one_start(run, "2_crash", parts, LIVES_S)
+        starts.append(first)
+        print(f"    start 1: {json.dumps(first)}", flush=True)
+        if not first["died"]:
+            return
+        found = ended_by(run.work / "crash")
+        first["culprits"] = [str(one) for one in found]
+        parts.write()
+        if not found or parts.left_s < START_S:
+            return
+        plant(run, "crash", found)
+        starts.append(one_start(run, "3_crash", parts, max(LEAST_S, 2 * first["lived_s"])))
+        print(f"    start 2: {json.dumps(starts[-1])}", flush=True)
     finally:
         judge_crash(run, starts)
 
 
-def one_start(run: Run, name: str, parts: Parts) -> dict[str, Any]:
-    """What became of one server. What an earlier start had compiled can end it before it is healthy."""
+def ended_by(root: Path) -> list[Candidate]:
+    """What the dead process was launching, as the next start will find it; nothing is written."""
+    until_s = time.monotonic() + GONE_S
+    while not (found := inquest.hold(root, read_only=True).held) and time.monotonic() < until_s:
+        time.sleep(0.5)
+    return [one.candidate for one in found]
+
+
+def one_start(run: Run, name: str, parts: Parts, wait_s: float) -> dict[str, Any]:
+    """What became of one server within this time. It may be ended before it is healthy."""
     root = run.work / "crash"
+    begun_s, told, end = time.monotonic(), None, ""
     try:
         with run.serve(name) as server:
-            before, died, told = held(root), dies(server, min(LIVES_S, parts.left_s)), live(root)
-            end = server.text()[-END_CHARS:] if died else ""
+            before, begun_s = held(root), time.monotonic()
+            died = dies(server, min(wait_s, parts.left_s))
+            lived_s = time.monotonic() - begun_s
+            told, end = (None, server.text()[-END_CHARS:]) if died else (live(root), "")
     except RuntimeError as error:
         log = run.out / f"server_{name}.log"
         if not log.exists() or not rows_at_start(log.read_text(errors="replace")):
             raise  # it never came so far that anything could be tuned
-        before, died, told, end = held(root), True, None, str(error)[-END_CHARS:]
-    state = None if told is None or died else [told.state, told.reason]
-    return {"held_at_start": before, "died": died, "state": state, "end": end}
+        before, died, lived_s, end = held(root), True, 0.0, str(error)[-END_CHARS:]
+    tunes = {} if told is None else {
+        "state": [told.state, told.reason], "mode": told.mode, "slices": told.slices, "ready": told.compile.ready,
+        "holds": sorted(told.quarantine),
+    }  # fmt: skip
+    return {"held_at_start": before, "died": died, "lived_s": round(lived_s, 1), "end": end, **tunes}
 
 
 def dies(server: Server, wait_s: float) -> bool:
@@ -197,24 +253,28 @@ def dies(server: Server, wait_s: float) -> bool:
             server.post("/generate", body, ANSWER_S)
             if time.monotonic() > until_s:
                 return False
-            time.sleep(6.0)
-            if server.process.poll() is not None:
-                return True
+            next_s = time.monotonic() + REQUEST_S
+            while time.monotonic() < next_s:
+                time.sleep(0.2)
+                if server.process.poll() is not None:
+                    return True
     except (OSError, http.client.HTTPException):  # refused, reset, or no answer in time
         return True
 
 
 def judge_crash(run: Run, starts: list[dict[str, Any]]) -> None:
-    """The first server died, every death is a culprit held from the next start on, and the last server lives."""
-    run.check("a planted crash ends the first server", bool(starts) and starts[0]["died"], f"{len(starts)} starts")
-    known = [set(start["held_at_start"]) for start in starts]
-    deaths = sum(start["died"] for start in starts[:-1])
-    fresh = len(known[-1] - known[0]) if known else 0
-    grown = fresh >= deaths > 0 and all(a <= b for a, b in itertools.pairwise(known))
-    run.check("each culprit is in quarantine at a later start", grown,
-              f"{[len(one) for one in known]} held at the starts, {deaths} deaths before the last one")  # fmt: skip
-    lives = len(starts) > 1 and not starts[-1]["died"]
-    run.check("a start lives and serves", lives, json.dumps(starts[-1] if starts else {})[:300])
+    """The first server died; the second held the culprit from its start on, lived, and tuned what is left."""
+    first, second = (*starts, {}, {})[:2]
+    found = first.get("culprits", [])
+    run.check("a planted crash ends the first server", bool(first.get("died")), f"{len(starts)} starts")
+    both = [one for one in found if one in second.get("held_at_start", {}) and one in second.get("holds", [])]
+    run.check("the culprit is in quarantine at the second start", bool(found) and both == found,
+              f"{found}; held: {second.get('held_at_start')}")  # fmt: skip
+    lives = bool(second) and not second["died"]
+    run.check("the second server lives and serves", lives, json.dumps(second)[:300])
+    tunes = lives and second.get("mode") == "miss" and bool(second.get("slices")) and second["state"][0] != "off"
+    run.check("the second server goes on tuning", tunes,
+              f"{second.get('slices')} slices, {second.get('state')}, mode {second.get('mode')}")  # fmt: skip
 
 
 def main() -> int:
@@ -242,9 +302,9 @@ def main() -> int:
         install(run.probe, "plant_probe", "plant_probe")
         path = [str(run.probe), str(site_folder(run.work)), str(ROOT), os.environ.get("PYTHONPATH", "")]
         run.environ["PYTHONPATH"] = os.pathsep.join(path)
-        for name, part in (("wrong", wrong), ("crash", crash)):
+        for name, part, starts in (("wrong", wrong, 1), ("crash", crash, 2)):
             if name in names:
-                parts.run(name, lambda part=part: part(run, parts), START_S)
+                parts.run(name, lambda part=part: part(run, parts), starts * START_S)
     finally:
         run.findings["checks"] = [list(c) for c in run.checks]
         parts.write()

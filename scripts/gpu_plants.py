@@ -91,6 +91,8 @@ class Plant(NamedTuple):
     """shows only where the columns are no whole number of tiles"""
     gpu_only: bool = False
     honest: bool = False
+    besides: str = ""
+    """what the kernel's module has before it, no part of the text by which learned rows know the kernel"""
 
 
 def before(anchor: str, text: str) -> tuple[str, str]:
@@ -247,7 +249,8 @@ def plant_kernel(folder: Path, kernel: Any, plant: Plant) -> Any:
     names = [n for n in kernel.fn.__code__.co_names if hasattr(home, n) and n not in {"tl", "triton"}]
     imports = f"from {home.__name__} import {', '.join(names)}\n" if names else ""
     name = f"plant_{plant.name.replace('-', '_')}"
-    (folder / f"{name}.py").write_text(f"import triton\nimport triton.language as tl\n{imports}\n\n{text}")
+    head = f"import triton\nimport triton.language as tl\n{imports}{plant.besides}"
+    (folder / f"{name}.py").write_text(f"{head}\n\n{text}")
     importlib.invalidate_caches()
     return getattr(importlib.import_module(name), KERNEL)
 

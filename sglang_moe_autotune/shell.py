@@ -166,12 +166,17 @@ def emit(value: Json) -> None:
 
 def show(*parts: Any) -> None:
     """Print tables and lines; in a pipe without the blanks that fill a table's last column."""
+    from sglang_moe_autotune.tables import Whole  # noqa: PLC0415 - it imports rich
+
     printed = console()
-    if printed.is_terminal:
+
+    def put() -> None:
         for part in parts:
-            printed.print(part)
+            printed.print(part, soft_wrap=isinstance(part, Whole))
+
+    if printed.is_terminal:
+        put()
         return
     with printed.capture() as captured:
-        for part in parts:
-            printed.print(part)
+        put()
     click.echo("".join(f"{line.rstrip()}\n" for line in captured.get().splitlines()), nl=False)

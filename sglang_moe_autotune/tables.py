@@ -1,6 +1,6 @@
 """What the shell prints for people: values in, rich tables and lines out.
 
-A line fits 80 columns or is folded; nothing is cut off, so a pipe gets all of it.
+A line fits 80 columns or is folded; nothing is cut off, so a pipe gets all of it. A line with a path is ``Whole``.
 """
 
 from __future__ import annotations
@@ -36,22 +36,18 @@ if TYPE_CHECKING:
     from sglang_moe_autotune.summary import Row, ShapeSummary
 
 _STYLES = {
-    "ok": "green",
-    "warn": "yellow",
+    **dict.fromkeys(("ok", "running", "elsewhere", "faster", "answers"), "green"),
+    **dict.fromkeys(("warn", "silent"), "yellow"),
+    **dict.fromkeys(("unknown", "gone", "behind", "no"), "dim"),
     "fail": "bold red",
-    "unknown": "dim",
-    "running": "green",
-    "elsewhere": "green",
-    "silent": "yellow",
-    "gone": "dim",
-    "faster": "green",
-    "answers": "green",
-    "behind": "dim",
-    "no": "dim",
 }
 _NEXT = 3
 _LISTED = 40
 """rows of a change that are shown"""
+
+
+class Whole(Text):
+    """A line that ``shell.show`` never breaks, at any width: a path in two pieces cannot be copied."""
 
 
 def _table(*columns: str, right: Sequence[str] = ()) -> Table:
@@ -163,7 +159,7 @@ def status(
     root: Path, found: Servers, entries: Sequence[StoredEnvironment], now_unix_s: float, *, everything: bool
 ) -> Iterator[RenderableType]:
     """The whole answer of ``status``; processes that are gone are counted, or shown with ``everything``."""
-    yield f"Store: {root}"
+    yield Whole(f"Store: {root}")
     gone = sum(entry.presence == "gone" for entry in found.servers)
     shown = [entry for entry in found.servers if everything or entry.presence != "gone"]
     for entry in shown:

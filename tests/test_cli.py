@@ -130,7 +130,15 @@ def test_a_pipe_gets_no_colour_and_no_wide_table(store: Path, line: str) -> None
     output = shell(line).output
     assert "\x1b" not in output
     if not line.startswith("export"):  # a path is one word, however long
-        assert max(map(len, output.splitlines())) <= 80
+        assert max(map(len, output.replace(str(store), "~/store").splitlines())) <= 80
+
+
+@pytest.mark.parametrize("letters", [3, 40, 70, 200])
+def test_a_long_path_of_the_store_stays_whole(tmp_path: Path, letters: int) -> None:
+    root = tmp_path / f"{'a' * letters} b"
+    fill(root)
+    first, second = shell(f"status --dir '{root}'").stdout.splitlines()[:2]
+    assert (first, second) == (f"Store: {root}", "")
 
 
 @pytest.mark.parametrize("command", sorted(main.commands))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ import gpu_planted
 import made_up_store
 
 from sglang_moe_autotune import trials
+from sglang_moe_autotune.held import Candidate
 from sglang_moe_autotune.quarantine import Quarantine
 from sglang_moe_autotune.shapes import ConfigPair, KernelConfig
 from sglang_moe_autotune.store import Store
@@ -80,12 +81,19 @@ def test_what_is_at_fault_must_be_met_and_not_taken(
     assert run.findings["wrong"]["accepted"] == 1
 
 
-class Server:
-    """One that dies at a culprit of its own, or lives."""
+CULPRIT = KernelConfig(16, 64, 64, 16, 4, 3)
+HELD = Candidate(KEY, made_up_store.MANY, "up", CULPRIT)
 
-    def __init__(self, root: Path, number: int, deaths: int) -> None:
-        self.root, self.number, self.deaths = root, number, deaths
+
+class Server:
+    """One that ends in its first launch of a culprit, leaving its journal, or lives."""
+
+    def __init__(self, run: gpu_acceptance.Run, log: Path, *, dies: bool, holds: bool) -> None:
+        self.root, self.log, self.dies = run.work / "crash", log, dies
         self.process = argparse.Namespace(poll=lambda: None)
+        log.write_text(STARTED)
+        if holds:
+            Quarantine(self.root, KEY)
 
     def __enter__(self) -> Any:
         return self
@@ -93,54 +101,119 @@ class Server:
     def __exit__(self, *_: object) -> None: ...
 
     def text(self) -> str:
-        return "CUDA error"
+        return self.log.read_text()
 
     def post(self, *_: object) -> Any:
-        if self.number > self.deaths:
+        if not self.dies:
             return {}
-        culprit = KernelConfig(16, 64, 64, 16, 4, self.number + 1)
-        quarantine = Quarantine(self.root, KEY)
-        quarantine.hold(made_up_store.MANY, 16, "up", culprit, "a process ended in its first launch")
-        assert quarantine.journal.settled(10.0)
+        end_in_a_launch(self.root)
         raise ConnectionResetError
 
 
+def end_in_a_launch(root: Path) -> None:
+    """What a process leaves that is killed in the first launch of the culprit."""
+    snippet = f"""
+import os, sys, time
+sys.path[:0] = {[str(Path(__file__).parent), str(Path(__file__).resolve().parent.parent)]!r}
+import made_up_store
+from pathlib import Path
+from sglang_moe_autotune.quarantine import Quarantine
+from sglang_moe_autotune.shapes import KernelConfig
+quarantine = Quarantine(Path({str(root)!r}), {KEY!r}, server="s")
+launch = quarantine.launch(made_up_store.MANY, 16, "up", KernelConfig(16, 64, 64, 16, 4, 3))
+while not quarantine.journal.begin(launch):
+    quarantine.journal.announced(launch)
+    time.sleep(0.001)
+os.kill(os.getpid(), 9)
+"""
+    done = subprocess.run([sys.executable, "-c", snippet], capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == -9, done.stderr
+
+
+@pytest.fixture
+def no_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("LIVES_S", "LEAST_S", "REQUEST_S", "GONE_S"):
+        monkeypatch.setattr(gpu_planted, name, 0.0)
+
+
+def told(*, holds: bool = True, **fields: Any) -> Any:
+    return made_up_store.live(quarantine={str(HELD): "a process ended"} if holds else {}, **fields)
+
+
+ENDS, HOLDS = "a planted crash ends the first server", "the culprit is in quarantine at the second start"
+LIVES, TUNES = "the second server lives and serves", "the second server goes on tuning"
+
+
 @pytest.mark.parametrize(
-    ("deaths", "early", "fails"),
+    ("deaths", "early", "live", "fails"),
     [
-        (2, False, []),
-        (2, True, []),
-        (1, False, []),
-        (0, False, ["a planted crash ends the first server", "each culprit", "a start lives"]),
-        (9, False, ["a start lives"]),
+        pytest.param((1,), False, told(), [], id="as-it-must-be"),
+        pytest.param((1,), True, told(), [], id="before-it-is-healthy"),
+        pytest.param((), False, told(), [ENDS, HOLDS, LIVES, TUNES], id="none"),
+        pytest.param((1, 2), False, told(), [HOLDS, LIVES, TUNES], id="again"),
+        pytest.param((1,), False, told(holds=False), [HOLDS], id="the-server-does-not-hold-it"),
+        pytest.param((1,), False, told(slices=0), [TUNES], id="no-slice"),
+        pytest.param((1,), False, told(mode="read-only"), [TUNES], id="read-only"),
+        pytest.param((1,), False, told(state="off", reason="a fault"), [TUNES], id="off"),
+        pytest.param((1,), False, None, [HOLDS, TUNES], id="no-word"),
     ],
-    ids=["two", "one-before-it-is-healthy", "one", "none", "all"],
 )
-def test_servers_are_started_until_one_lives(
-    run: gpu_acceptance.Run, monkeypatch: pytest.MonkeyPatch, deaths: int, early: bool, fails: list[str]
+@pytest.mark.usefixtures("no_waits")
+def test_the_second_server_must_hold_what_ended_the_first_and_go_on(
+    run: gpu_acceptance.Run, monkeypatch: pytest.MonkeyPatch, deaths: tuple[int, ...], early: bool, live: Any,
+    fails: list[str],
 ) -> None:
-    monkeypatch.setattr(gpu_planted, "plant", lambda *_: None)
-    monkeypatch.setattr(gpu_planted, "LIVES_S", 0.0)
-    monkeypatch.setattr(gpu_planted, "live", lambda _: made_up_store.live())
-    monkeypatch.setattr(gpu_planted.time, "sleep", lambda _: None)
-    numbers: list[int] = []
+    monkeypatch.setattr(gpu_planted, "live", lambda _: live)
+    planted: list[tuple[Candidate, ...]] = []
+    monkeypatch.setattr(gpu_planted, "plant", lambda _, name, found=(): planted.append(tuple(found)))
+    names: list[str] = []
 
     def serve(name: str) -> Server:
-        numbers.append(int(name[0]))
-        server = Server(run.work / "crash", len(numbers), deaths)
-        if early and len(numbers) == 2:
-            with contextlib.suppress(ConnectionResetError):
+        names.append(name)
+        assert {run.environ[variable] for variable in gpu_planted.NO_DIAGNOSTICS} == {"0"}
+        server = Server(run, run.out / f"server_{name}.log", dies=len(names) in deaths, holds=len(names) == 2)
+        if early and len(names) == 1:
+            with pytest.raises(ConnectionResetError):
                 server.post()
-            (run.out / f"server_{name}.log").write_text(STARTED)
             raise RuntimeError("the server is not healthy after 40 s")
         return server
 
     monkeypatch.setattr(run, "serve", serve)
     parts = gpu_parts.Parts(run.out / "planted.json", 600.0, run.findings)
     gpu_planted.crash(run, parts)
-    assert numbers == list(range(2, 2 + min(deaths + 1, gpu_planted.STARTS)))
-    assert len(failed(run)) == len(fails)
-    assert all(name.startswith(tuple(fails)) for name in failed(run))
+    assert names == ["2_crash", "3_crash"][: len(deaths[:1]) + 1]
+    assert planted == [(), (HELD,)][: len(names)], "the second one must be ended by what ended the first"
+    assert failed(run) == fails
+
+
+@pytest.mark.usefixtures("no_waits")
+def test_a_store_that_does_not_hold_the_culprit_fails(run: gpu_acceptance.Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_planted, "live", lambda _: told())
+    monkeypatch.setattr(gpu_planted, "plant", lambda *_: None)
+    servers: list[Server] = []
+
+    def serve(name: str) -> Server:
+        servers.append(Server(run, run.out / f"server_{name}.log", dies=not servers, holds=False))
+        return servers[-1]
+
+    monkeypatch.setattr(run, "serve", serve)
+    gpu_planted.crash(run, gpu_parts.Parts(run.out / "planted.json", 600.0, run.findings))
+    assert failed(run) == [HOLDS]
+
+
+@pytest.mark.usefixtures("no_waits")
+def test_a_second_start_without_time_is_not_begun(run: gpu_acceptance.Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_planted, "plant", lambda *_: None)
+    names: list[str] = []
+
+    def serve(name: str) -> Server:
+        names.append(name)
+        return Server(run, run.out / f"server_{name}.log", dies=True, holds=False)
+
+    monkeypatch.setattr(run, "serve", serve)
+    gpu_planted.crash(run, gpu_parts.Parts(run.out / "planted.json", gpu_planted.START_S - 1, run.findings))
+    assert names == ["2_crash"]
+    assert failed(run) == [HOLDS, LIVES, TUNES]
 
 
 def test_a_start_that_fails_for_another_reason_is_a_fault(

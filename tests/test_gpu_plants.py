@@ -24,6 +24,7 @@ sys.path[:0] = [SCRIPTS, str(folder)]
 import gpu_planted, gpu_plants as g, torch, triton
 from triton.backends.compiler import GPUTarget
 from sglang_moe_autotune import compile_child, launch
+from sglang_moe_autotune.held import Candidate
 g.releases.publish_server_args()
 g.releases.invoke_function()
 triton.runtime.driver.set_active(compile_child.StubDriver(GPUTarget("cuda", 90, 32)))
@@ -56,8 +57,20 @@ for plant in gpu_planted.plants().values():
         assembly = launch.load(binary).asm["ptx"]
         shown.append([plant.name, group, "1.25" in binary_source(launch.load(binary)), "globaltimer" in assembly,
                       "trap;" in assembly])
+ended = Candidate("env", g.SHAPES[0], "up", g.KernelConfig(16, 128, 32, 16, 4, 2))
+again = g.plant_kernel(folder, bed.original, gpu_planted.plants([ended])["crash"])
+hashes = {g.releases.kernel_hash(g.planted(bed.invoke, k)) for k in (again, kernel)}
+recorder = launch.LaunchRecorder(g.planted(bed.invoke, again))
+launches = g.Launches(held, [bed.layer(g.SHAPES[0])], recorder, bed.loaded)
+narrow = []
+for gemm, sizes in [("up", (16, 128, 32, 16, 4, 2)), ("down", (16, 128, 32, 16, 4, 2)), *(
+    ("up", sizes) for sizes in ((32, 128, 32, 16, 4, 2), (16, 64, 32, 16, 4, 2), (16, 128, 64, 16, 4, 2),
+                                (16, 128, 32, 32, 4, 2), (16, 128, 32, 16, 8, 2), (16, 128, 32, 16, 4, 3)))]:
+    binary = launches.candidate(gemm, g.KernelConfig(*sizes)).binary
+    assert launch.decode(launch.encode(binary)).hash == binary.hash
+    narrow.append("trap;" in launch.load(binary).asm["ptx"])
 cases = json.loads(os.environ["CASES"])
-print(json.dumps([told, shown, [g.crash_holds(*case) for case in cases]]))
+print(json.dumps([told, shown, len(hashes), narrow, [g.crash_holds(*case) for case in cases]]))
 """
 
 DIED = {"ready": "ready", "reason": "", "code": 1}
@@ -82,7 +95,7 @@ def test_slow_and_crashing_plants_are_at_fault_in_one_width_only(tmp_path: Path)
         capture_output=True, text=True, check=False, timeout=300,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
-    told, servers, held = json.loads(done.stdout.splitlines()[-1])
+    told, servers, hashes, narrow, held = json.loads(done.stdout.splitlines()[-1])
     assert told == {
         "slow wide": [True, False], "slow baseline": [False, False], "slow other": [False, False],
         "crash wide": [False, True], "crash baseline": [False, False], "crash other": [False, False],
@@ -97,4 +110,6 @@ def test_slow_and_crashing_plants_are_at_fault_in_one_width_only(tmp_path: Path)
         ["server-crash", 16, False, False, True],
         ["server-crash", 32, False, False, True],
     ], "columns: plant, GROUP_SIZE_M, wrong, slow, crashes"
+    assert hashes == 1, "a store must know both kernels as one"
+    assert narrow == [True, *[False] * 7], "only the culprit ends the second server"
     assert [(case[0], ok) for case, ok in zip(CASES, held, strict=True)] == [(case[0], case[3]) for case in CASES]
