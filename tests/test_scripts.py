@@ -60,53 +60,6 @@ def test_a_finished_environment_is_used_as_it_is(tmp_path: Path) -> None:
     assert not [v for v in variables if v.startswith("SGLANG_MOE_AUTOTUNE_TEST_ENV")]
 
 
-WHOLE = "--dist=loadfile"
-
-
-@pytest.mark.parametrize(
-    ("cores", "line", "before"),
-    [
-        pytest.param(2, "", ["-n", "2", WHOLE], id="all"),
-        pytest.param(64, "-k store -x --no-header", ["-n", "4", WHOLE], id="at-most-four"),
-        pytest.param(1, "", [], id="one-core"),
-        pytest.param(2, "-x -k a tests/test_a.py", [], id="one-file"),
-        pytest.param(2, "tests/test_a.py::b tests/test_a.py::c", [], id="one-file-twice"),
-        pytest.param(2, "tests/test_a.py tests/test_b.py::c", ["-n", "2", WHOLE], id="two-files"),
-        pytest.param(2, "-n 7", [WHOLE], id="a-count-by-hand"),
-        pytest.param(2, "-n0 tests/test_a.py", [WHOLE], id="none-by-hand"),
-        pytest.param(2, "--numprocesses=7 --dist load", [], id="a-distribution-by-hand"),
-        pytest.param(2, "-xvs", [], id="output-at-once"),
-        pytest.param(2, "--pdb", [], id="debugger"),
-        pytest.param(2, "-p no:xdist", [], id="no-plugin"),
-    ],
-)
-def test_tests_are_shared_among_processes_unless_asked_otherwise(
-    cores: int, line: str, before: list[str], tmp_path: Path
-) -> None:
-    environ = finished_environment(tmp_path / "venv")
-    (tmp_path / "venv" / "bin").mkdir()
-    stand_ins = {"venv/bin/python": 'printf "%s\\n" "$@"', "nproc": f"echo {cores}"}
-    for path, said in ((tmp_path / name, said) for name, said in stand_ins.items()):
-        path.write_text(f"#!/bin/sh\n{said}\n", encoding="utf-8")
-        path.chmod(0o755)
-    path = os.pathsep.join([str(tmp_path), os.environ["PATH"]])
-    done = bash(f"./scripts/test {line}", **environ, PATH=path, PYTEST_ADDOPTS="")
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == ["-m", "pytest", *before, *line.split()]
-
-
-def test_a_count_in_the_variable_of_pytest_is_by_hand(tmp_path: Path) -> None:
-    assert bash("source scripts/test; worker_options", PYTEST_ADDOPTS="-q -n 3").stdout.split() == [WHOLE]
-
-
-@pytest.mark.parametrize("options", ["-n0", "-n2"])
-def test_pytest_takes_these_options(options: str, tmp_path: Path) -> None:
-    (tmp_path / "test_one.py").write_text("def test_one(): pass\n", encoding="utf-8")
-    command = [sys.executable, "-m", "pytest", "-q", WHOLE, options, "-p", "no:cacheprovider", str(tmp_path)]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=60)
-    assert "1 passed" in done.stdout, done.stdout + done.stderr
-
-
 @pytest.mark.parametrize("mark", [".installed", ".package"])
 def test_an_environment_for_something_else_is_not_taken_for_finished(mark: str, tmp_path: Path) -> None:
     environ = finished_environment(tmp_path / "venv")
