@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import signal
 from typing import TYPE_CHECKING
 
 import pytest
@@ -14,6 +15,12 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 CLEARED = ("SGLANG_MOE_CONFIG_DIR", "SGLANG_PLUGINS", "SGLANG_PLATFORM", "SGLANG_CACHE_DIR")
+
+
+def pytest_configure() -> None:
+    """A job in the background of a script has Ctrl-C ignored, and so have the programs that tests start and interrupt."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

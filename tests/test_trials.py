@@ -188,7 +188,7 @@ def test_a_put_does_not_wait_and_puts_during_a_write_are_written_together(
     started = time.perf_counter()
     for m in range(1, 51):
         log.put(SHAPE, m, [UP])
-    assert time.perf_counter() - started < 1
+    assert time.perf_counter() - started < 4, "a put waited for the write"
     assert not log.flush(0.01)
     gate.set()
     assert log.flush(5)
