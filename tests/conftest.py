@@ -18,7 +18,7 @@ CLEARED = ("SGLANG_MOE_CONFIG_DIR", "SGLANG_PLUGINS", "SGLANG_PLATFORM", "SGLANG
 
 
 def pytest_configure() -> None:
-    """A job in the background of a script has Ctrl-C ignored, and so have the programs that tests start and interrupt."""
+    """A background job ignores Ctrl-C, and so would the programs that tests start and interrupt."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 

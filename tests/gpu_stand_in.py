@@ -106,13 +106,15 @@ class StandIn(Server):
             quiet = time.monotonic() > self.last + 0.4
             if learned and quiet and self.environ.get("SGLANG_MOE_AUTOTUNE_RECAPTURE") == "idle" and self.level == 1:
                 self.captured = True
+            # What waits for its rows asks for the end of tuning; what has requests beside slices, for tuning.
+            state: status.State = "idle" if learned and "RECAPTURE_PROBE" in self.environ else "tuning"
             for rank, process in enumerate(self.processes):
                 own = status.this_process()
                 served = self.rows if learned and not (self.environ.get("RANKS_PROBE_DIFFER") and rank) else 0
                 status.write(self.root, status.LiveStatus(
                     pid=process.pid, boot_id=own.boot_id, start_time=status.start_time(process.pid) or 0, host=own.host,
                     pid_namespace=own.pid_namespace, unix_s=time.time(), since_unix_s=time.time(), rank=rank,
-                    ranks=self.ranks, state="tuning", slices=next(self.slices), epoch=3, rows=served,
+                    ranks=self.ranks, state=state, slices=next(self.slices), epoch=3, rows=served,
                     switch=["off", "rows", "on"][self.level], queue=() if learned else ((self.shape.slug, 16),),
                     graphs=status.GraphCounts("idle", "", len(SIZES), stale, {}, {"recaptured": 7} if self.captured
                                               else {}, dict.fromkeys(SIZES, 50.0)),
