@@ -90,7 +90,7 @@ class Peers:
     def step(self, now_s: float, *, deep_idle: bool) -> Step:
         """One pass: what others did, then one slice of a check or of the tuner."""
         ranks, agenda = self.ranks, self._agenda
-        ranks.idle_at_s = now_s
+        ranks.idle(now_s)
         self._say("")
         self._vote(deep_idle=deep_idle)
         if ranks.news or ranks.heard or ranks.table is not self._table:

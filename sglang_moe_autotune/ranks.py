@@ -37,9 +37,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger("sglang.moe_autotune")
 
 POLL_S = 0.25
+_BUSY_POLL_S = 2.0
+"""the same beside requests, whose steps each turn holds up for a moment"""
 _AHEAD = 2
 _IDLE_S = 5.0
-"""without an idle pass, after which leases are given back: others may have the time for them"""
+"""without an idle pass, after which a rank is busy: it looks for others seldom, and gives its leases back"""
 _MAX_OPEN = 8
 """own proposals that nobody has decided yet, after which nothing new is begun"""
 _FLUSH_S = 0.2
@@ -62,7 +64,7 @@ class Ranks:
         # Handed over by the serving thread.
         self.wanted: tuple[Key, ...] = ()
         """what it would begin now, the hottest first"""
-        self.idle_at_s = clock()
+        self._idle_at_s = clock()
         self.present = Present()
         self._open: set[Key] = set()
         """what it proposed, until it has heard what was decided; the serving thread's own"""
@@ -103,6 +105,12 @@ class Ranks:
             self.waits = ("there is no folder that the ranks could share: nothing new is served",)
 
     # -- the serving thread ----------------------------------------------------------------------------------------
+
+    def idle(self, now_s: float) -> None:
+        """An idle pass. The first one for a while brings the thread back at once."""
+        if not self._is_idle(now_s):
+            self._event.set()
+        self._idle_at_s = now_s
 
     def admits(self, entry: Entry) -> bool:
         """May the tuner begin this one? What it found itself may be looked at again, unless that is open still; of
@@ -157,7 +165,7 @@ class Ranks:
 
     def _run(self) -> None:
         while True:
-            self._event.wait(POLL_S)
+            self._event.wait(POLL_S if self._is_idle(self._clock()) else _BUSY_POLL_S)
             self._event.clear()
             try:
                 self.turn()
@@ -179,6 +187,9 @@ class Ranks:
             self._confer(self._council)
         self._breathe()
         self._lease()
+
+    def _is_idle(self, now_s: float) -> bool:
+        return now_s - self._idle_at_s < _IDLE_S
 
     def _take(self, proposal: Proposal | None, finding: Finding) -> None:
         if self._council is None:
@@ -248,8 +259,7 @@ class Ranks:
         if leases is None:
             return
         leases.touch()
-        idle = self._clock() - self.idle_at_s < _IDLE_S
-        wanted = self.wanted if idle else ()
+        wanted = self.wanted if self._is_idle(self._clock()) else ()
         # Who stands aside may do so for days.
         proposed = () if self._council is None or self.present.off else self._council.proposals.values()
         ended = leases.held - set(wanted) - {proposal.key for proposal in proposed}

@@ -14,6 +14,8 @@ from shared_tuning import MS, key_of, recorded, server, tune
 
 from sglang_moe_autotune import records
 from sglang_moe_autotune.bench import COMPARE_CASES, Share
+from sglang_moe_autotune.council import Place
+from sglang_moe_autotune.ranks import POLL_S, Ranks
 from sglang_moe_autotune.records import Evidence, Record
 from sglang_moe_autotune.replay import ReplayBench
 from sglang_moe_autotune.shapes import ConfigPair
@@ -316,3 +318,37 @@ def test_each_rank_goes_on_with_a_part_of_what_earlier_processes_found(
     parts = [{M for (_, M), entry in r.agenda.entries.items() if r.peers.ranks.admits(entry)} for r in group]
     assert sorted(M for part in parts for M in part) == sorted(MS)
     assert all(parts)
+
+
+def test_beside_requests_the_thread_turns_seldom_and_the_first_idle_pass_brings_it_back(tmp_path: Path) -> None:
+    now_s, waited = 100.0, []
+    ranks = Ranks(Store.open(tmp_path, H200), Place(), "learned", 0.01, clock=lambda: now_s)
+
+    class Stop(BaseException):
+        """Ends the thread's loop."""
+
+    class Event:
+        """Tells how long the thread would wait, and who wakes it."""
+
+        woken = 0
+
+        def wait(self, seconds: float) -> None:
+            waited.append(seconds)
+            raise Stop
+
+        def set(self) -> None:
+            self.woken += 1
+
+    ranks._event = event = Event()  # type: ignore[assignment]
+    for quiet_s in (0.0, 1.0, 60.0):  # since the last idle pass
+        now_s += quiet_s
+        with pytest.raises(Stop):
+            ranks._run()
+    assert waited[:2] == [POLL_S] * 2
+    assert waited[2] >= 4 * POLL_S
+    for _ in range(3):
+        ranks.idle(now_s)
+    assert event.woken == 1
+    with pytest.raises(Stop):
+        ranks._run()
+    assert waited[3] == POLL_S
