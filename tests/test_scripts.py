@@ -165,3 +165,20 @@ def test_the_demo_explains_itself_before_anything_is_installed(where: str, tmp_p
     assert "--out DIR" in done.stdout.replace("OUT", "DIR")
     assert done.stderr == ""
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.sglang
+def test_a_step_that_goes_on_costs_less_than_one_that_is_looked_at() -> None:
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "scripts/bench_hook.py", "--calls", "200", "--mb", "4"],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found.keys() == {"empty", "out of sight", "decodes on", "looked at"}
+    assert found["decodes on"] < found["looked at"]
