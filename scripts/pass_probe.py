@@ -1,4 +1,5 @@
-"""Notes each pass of tuning that took longer than it may, with the stacks of all threads while it did.
+"""Notes each pass of tuning that took longer than it may, with the stacks of all threads while it did. Where several
+slices were held in one go, the stacks are those of all of them.
 
 As a SGLang plugin it does so in schedulers, into the folder that ``PASS_PROBE_NOTES`` names, and nothing without it. It
 takes SIGALRM and the real-time timer. The interpreter is not needed for a sample: it shows who has it.
@@ -60,7 +61,7 @@ def _watch(folder: Path) -> IO[bytes]:
             if over:
                 notes = {"computed_us": round(1e6 * (time.thread_time() - own_s)), "threads": _stacks(samples)}
                 with (folder / f"long-{os.getpid()}.jsonl").open("a", encoding="utf-8") as file:
-                    file.write(json.dumps(over.pop() | notes) + "\n")
+                    file.writelines(json.dumps(one | notes) + "\n" for one in over)
                 over.clear()
             elif time.monotonic() - began_s > SAMPLES_S[0]:
                 _stacks(samples)  # of a pass that was short enough after all

@@ -177,7 +177,7 @@ def on_lookup(
 
 
 def on_idle(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:
-    """AROUND ``Scheduler.maybe_sleep_on_idle``: one slice; SGLang's own sleep only when no work is ready.
+    """AROUND ``Scheduler.maybe_sleep_on_idle``: an idle pass; SGLang's own sleep only when no work is ready.
 
     Thousands of calls a second where nothing happens: hence a fence of two lines here too.
     """

@@ -108,9 +108,9 @@ class Ranks:
 
     def idle(self, now_s: float) -> None:
         """An idle pass. The first one for a while brings the thread back at once."""
-        if not self._is_idle(now_s):
+        was_idle, self._idle_at_s = self._is_idle(now_s), now_s
+        if not was_idle:
             self._event.set()
-        self._idle_at_s = now_s
 
     def admits(self, entry: Entry) -> bool:
         """May the tuner begin this one? What it found itself may be looked at again, unless that is open still; of

@@ -803,6 +803,50 @@ def hold_several_slices(ranks: int) -> dict[str, object]:
     return found
 
 
+def broken_off(what: str) -> list[object]:
+    """A pass of two ranks in deep idle whose first slice is followed by something: slices, and the state after it."""
+    import builtins
+
+    from sglang_moe_autotune.council import Place
+
+    world = builtins.world  # type: ignore[attr-defined]
+    state, scheduler = world.fresh(), world.Scheduler()
+    scheduler.on_idle()
+    state.tuner, state.place = world.Tuner(takes_s=0.0003), Place(0, 2)
+    step = state.tuner.step
+
+    def then(deep_idle: bool) -> str:
+        if what == "faults" and state.tuner.steps:
+            raise RuntimeError("planted")
+        result: str = step(deep_idle)
+        if what == "switched off":
+            state.switch.asked = "rows"
+        elif what == "given back in steps":
+            state.switch.asked, state.tuner.to_give = "rows", 2
+        elif what == "paused":
+            scheduler._engine_paused = True
+        elif what == "spent":
+            state.budget._left = -1.0
+        return result
+
+    state.tuner.step = then
+    tuner = state.tuner
+    scheduler.on_idle()
+    return [len(tuner.steps), tuner.abandoned, state.state, state._idled]
+
+
+@pytest.mark.sglang
+@pytest.mark.parametrize("what", ["switched off", "given back in steps", "paused", "spent"])
+def test_a_pass_of_several_slices_stops_at_the_first_reason_to(world: SchedulerProcess, what: str) -> None:
+    assert world.run(broken_off, what) == [1, 1, "standing aside", False]
+
+
+@pytest.mark.sglang
+def test_faults_after_the_first_slice_of_a_pass_end_tuning_as_others_do(world: SchedulerProcess) -> None:
+    assert world.run(broken_off, "faults") == [1, 1, "off", False]
+
+
+@pytest.mark.sglang
 @pytest.mark.parametrize(("ranks", "deep"), [(1, 1), (2, 3)])
 def test_in_deep_idle_a_pass_of_several_ranks_holds_what_begins_in_its_time(
     world: SchedulerProcess, ranks: int, deep: int

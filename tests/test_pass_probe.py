@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -68,6 +69,27 @@ def test_a_long_pass_is_noted_with_the_thread_that_was_busy(tmp_path: Path, monk
     assert any(line.startswith("serving: ") and " idle" in line for line in note["threads"])
     assert any(line.startswith("busy: ") and "spin_beside" in line for line in note["threads"])
     assert not any(line.startswith("resting") for line in note["threads"])
+
+
+def test_each_long_slice_of_one_go_is_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def idle(self: Any, _: object) -> bool:
+        for taken_us in (6000.0, 10.0, 7000.0):
+            self.watch.observe(taken_us, 5000.0, 1.0, "")
+        return True
+
+    monkeypatch.setattr(Serving, "idle", idle)
+    monkeypatch.setattr(Watch, "observe", Watch.observe)
+    before = signal.getsignal(signal.SIGALRM)
+    samples = pass_probe._watch(tmp_path)
+    try:
+        passes: Any = SimpleNamespace(watch=Watch())
+        Serving.idle(passes, None)
+        Serving.idle(passes, None)
+    finally:
+        faulthandler.unregister(signal.SIGALRM)
+        signal.signal(signal.SIGALRM, before)
+        samples.close()
+    assert [note["us"] for note in gpu_server.long_passes(tmp_path)] == [6000, 7000] * 2
 
 
 def test_it_does_nothing_outside_a_scheduler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -338,6 +338,7 @@ def test_beside_requests_the_thread_turns_seldom_and_the_first_idle_pass_brings_
 
         def set(self) -> None:
             self.woken += 1
+            assert ranks._is_idle(now_s), "the thread, which may run at once, would wait as long again"
 
     ranks._event = event = Event()  # type: ignore[assignment]
     for quiet_s in (0.0, 1.0, 60.0):  # since the last idle pass
