@@ -32,8 +32,8 @@ of its own, because its old one held an answer that was taken back."""
 SHOWN: frozenset[tuple[str, str, str]] = frozenset(
     ("0.5.16", "triton", pool) for pool in ("MHATokenToKVPool", "HybridLinearKVPool")
 )
-"""release, attention backend and KV pool that one rank was shown with on a GPU, by ``scripts/gpu_recapture.py`` and, the
-first pool, ``scripts/gpu_soak.py --recapture``: there it is the default, unless ``graphs`` finds something unlike."""
+"""release, attention backend and KV pool that one rank was shown with on a GPU, by ``scripts/gpu_recapture.py``; with
+the first pool ``scripts/gpu_soak.py --recapture`` ran, too. There it is the default, but see ``graphs.Found.unlike``."""
 
 _QUIET_S = 10.0
 """no shorter, whatever the settings say: a capture takes far longer than a slice"""
