@@ -33,7 +33,7 @@ SHOWN: frozenset[tuple[str, str, str]] = frozenset(
     ("0.5.16", "triton", pool) for pool in ("MHATokenToKVPool", "HybridLinearKVPool")
 )
 """release, attention backend and KV pool that one rank was shown with on a GPU, by ``scripts/gpu_recapture.py``; with
-the first pool ``scripts/gpu_soak.py --recapture`` ran, too. There it is the default, but see ``graphs.Found.unlike``."""
+the first pool ``scripts/gpu_soak.py --recapture`` ran too. There it is the default; ``Found.unlike`` says where not."""
 
 _QUIET_S = 10.0
 """no shorter, whatever the settings say: a capture takes far longer than a slice"""
