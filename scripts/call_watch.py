@@ -31,7 +31,7 @@ _SAMPLES_S = 1e-3 * LONG_MS, 0.01
 """the first one, and how often then"""
 _LOOK_AT_THREADS_EVERY = 200
 _SLACK_MS = 0.5
-_STACK_BYTES = 64_000
+_STACK_BYTES = 4 << 20
 _THREAD = re.compile(r"hread 0x([0-9a-f]+)")
 _FRAME = re.compile(r'File "([^"]+)", line (\d+) in (\S+)')
 _THREAD_CLOCK = 6

@@ -21,7 +21,8 @@ from typing import IO, Any
 
 SAMPLES_S = 0.003, 0.002
 """into a pass: the first one, and how often then"""
-_BYTES = 64_000
+_BYTES = 4 << 20
+"""of samples that are read: a server has many threads, and faulthandler writes the first one, which serves, last"""
 _THREAD = re.compile(r"(?m)^(?:Current thread|Thread) 0x([0-9a-f]+)[^\n]*\n")
 _FRAME = re.compile(r'File "([^"]+)", line (\d+) in (\S+)')
 _FRAMES = 5

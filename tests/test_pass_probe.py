@@ -28,6 +28,14 @@ def spin_beside(stop: threading.Event) -> None:
         sum(range(100))
 
 
+def deep(stop: threading.Event, frames: int) -> None:
+    """Rests with many frames on its stack."""
+    if frames:
+        deep(stop, frames - 1)
+    else:
+        stop.wait()
+
+
 def test_a_long_pass_is_noted_with_the_thread_that_was_busy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Passes:
         """As long as it is told."""
@@ -48,17 +56,18 @@ def test_a_long_pass_is_noted_with_the_thread_that_was_busy(tmp_path: Path, monk
     stop = threading.Event()
     busy = threading.Thread(target=spin_beside, args=(stop,), name="busy")
     resting = threading.Thread(target=stop.wait, name="resting")
+    crowd = [threading.Thread(target=deep, args=(stop, 60)) for _ in range(40)]  # as of a server
     samples = pass_probe._watch(tmp_path)
     try:
-        busy.start()
-        resting.start()
+        for thread in (busy, resting, *crowd):
+            thread.start()
         serving: Any = Passes()
         for seconds in (0.0, 0.03, 0.0):
             assert Serving.idle(serving, seconds) is True  # type: ignore[arg-type]
     finally:
         stop.set()
-        busy.join()
-        resting.join()
+        for thread in (busy, resting, *crowd):
+            thread.join()
         faulthandler.unregister(signal.SIGALRM)
         signal.signal(signal.SIGALRM, before)
         samples.close()
@@ -66,7 +75,7 @@ def test_a_long_pass_is_noted_with_the_thread_that_was_busy(tmp_path: Path, monk
     assert note["did"] == "loading a binary"
     assert note["us"] > 30_000 > note["bound_us"]
     assert note["computed_us"] < note["us"]
-    assert any(line.startswith("serving: ") and " idle" in line for line in note["threads"])
+    assert any(line.startswith("serving: ") and " idle" in line for line in note["threads"]), note["threads"]
     assert any(line.startswith("busy: ") and "spin_beside" in line for line in note["threads"])
     assert not any(line.startswith("resting") for line in note["threads"])
 
