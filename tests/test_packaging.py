@@ -99,7 +99,8 @@ def test_a_script_can_be_started(name: str) -> None:
 
 def test_continuous_integration_runs_the_tests_then_the_check() -> None:
     text = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
-    assert re.findall(r"^\./(\S+)$", text, re.MULTILINE) == ["scripts/test", "scripts/check"]
+    started = re.findall(r"^\./(\S+)", text, re.MULTILINE)
+    assert started == ["scripts/test", "scripts/check", "scripts/check_releases"]
     assert "set -euo pipefail" in text
 
 
