@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -108,21 +109,28 @@ def test_an_unknown_kind_of_demo_is_refused() -> None:
     assert "must be cpu or gpu, not 'tpu'" in done.stderr
 
 
+def answer_of(script: str, *line: str, timeout_s: float, **environ: str) -> dict[str, Any]:
+    """The JSON object that a script prints last."""
+    done = subprocess.run(
+        [sys.executable, f"scripts/{script}", *line],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore", **environ},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=timeout_s,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
 @pytest.mark.sglang
 def test_planted_kernels_are_told_from_correct_ones_without_a_gpu(tmp_path: Path) -> None:
     """A few of the plants that the GPU gets 10,000 trials of, by Triton's interpreter on SGLang's real kernel."""
     plants = "honest,last-tile-slightly-wrong,no-token-mask,keeps-old-output"
-    done = subprocess.run(
-        [sys.executable, "scripts/gpu_plants.py", "--dry-run", "--plants", plants, "--trials", "4", "--out", tmp_path],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "TRITON_CACHE_DIR": str(tmp_path), "PYTHONWARNINGS": "ignore"},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    told = json.loads(done.stdout.splitlines()[-1])
+    line = "--dry-run", "--plants", plants, "--trials", "4", "--out", str(tmp_path)
+    told = answer_of("gpu_plants.py", *line, timeout_s=300, TRITON_CACHE_DIR=str(tmp_path))
     assert (told["wrong_trials"], told["wrong_admitted"]) == (3, 0)
     assert (told["honest_trials"], told["honest_refused"]) == (1, 0)
     assert "behind the end" in str(told["plants"]["no-token-mask"]["how"])
@@ -169,16 +177,6 @@ def test_the_demo_explains_itself_before_anything_is_installed(where: str, tmp_p
 
 @pytest.mark.sglang
 def test_a_step_that_goes_on_costs_less_than_one_that_is_looked_at() -> None:
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "scripts/bench_hook.py", "--calls", "200", "--mb", "4"],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    found = json.loads(done.stdout.splitlines()[-1])
+    found = answer_of("bench_hook.py", "--calls", "200", "--mb", "4", timeout_s=120)
     assert found.keys() == {"empty", "out of sight", "decodes on", "looked at"}
     assert found["decodes on"] < found["looked at"]
