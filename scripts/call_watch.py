@@ -37,6 +37,9 @@ _FRAME = re.compile(r'File "([^"]+)", line (\d+) in (\S+)')
 _THREAD_CLOCK = 6
 """of Linux: the clock of a thread, precise also while the thread runs, is number ``~tid << 3 | 6``"""
 
+Frame = tuple[str, str, str]
+"""file, line and function"""
+
 Why = Literal["computed", "queued", "stopped", "disk", "own threads", "waited"]
 WHYS: tuple[Why, ...] = get_args(Why)
 
@@ -164,8 +167,15 @@ class CallWatch:
 
 def where(stacks: str, ident: int) -> str:
     """The innermost frames of a thread in most of the samples."""
+    places = Counter(tuple(frames[:4]) for thread, frames in sampled(stacks) if thread == ident)
+    return in_a_line(max(places, key=places.__getitem__, default=()))
+
+
+def sampled(stacks: str) -> list[tuple[int, list[Frame]]]:
+    """The threads in what faulthandler writes, sample by sample: ident, and frames from the innermost on."""
     sections = _THREAD.split(stacks)[1:]  # idents and texts in turn
-    own = [text for thread, text in zip(sections[::2], sections[1::2], strict=True) if int(thread, 16) == ident]
-    places = Counter(tuple(_FRAME.findall(text)[:4]) for text in own)
-    frames = max(places, key=places.__getitem__, default=())
+    return [(int(at, 16), _FRAME.findall(text)) for at, text in zip(sections[::2], sections[1::2], strict=True)]
+
+
+def in_a_line(frames: Iterable[Frame]) -> str:
     return " < ".join(f"{'/'.join(file.split('/')[-2:])}:{line} {name}" for file, line, name in frames)

@@ -125,7 +125,7 @@ def plugins() -> Path:
     to, and this package where this Python does not know it already."""
     site = Path(tempfile.gettempdir()) / f"moe-autotune-plugins-{os.getpid()}"
     install(site, "lively_weights", "lively_weights")
-    install(site, "pass_probe", "pass_probe")
+    install(site, "pass_probe", "pass_probe", "call_watch")
     if not any(point.name == "moe_autotune" for point in importlib.metadata.entry_points(group="sglang.srt.plugins")):
         from sglang_moe_autotune import __version__ as version  # noqa: PLC0415 - found on the path that is set above
 

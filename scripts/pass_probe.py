@@ -11,7 +11,6 @@ import faulthandler
 import json
 import multiprocessing
 import os
-import re
 import signal
 import sys
 import threading
@@ -19,12 +18,12 @@ import time
 from pathlib import Path
 from typing import IO, Any
 
+import call_watch
+
 SAMPLES_S = 0.003, 0.002
 """into a pass: the first one, and how often then"""
 _BYTES = 4 << 20
 """of samples that are read: a server has many threads, and faulthandler writes the first one, which serves, last"""
-_THREAD = re.compile(r"(?m)^(?:Current thread|Thread) 0x([0-9a-f]+)[^\n]*\n")
-_FRAME = re.compile(r'File "([^"]+)", line (\d+) in (\S+)')
 _FRAMES = 5
 _RESTING = ("wait", "select", "sleep", "poll", "accept", "get", "read", "_recv", "recv", "epoll", "run_forever")
 """innermost functions of threads that wait; what they wait for says nothing"""
@@ -82,15 +81,9 @@ def _stacks(samples: IO[bytes]) -> list[str]:
 
 def told(text: str, own: int, names: dict[int | None, str]) -> list[str]:
     """Lines for people out of what faulthandler writes."""
-    parts = _THREAD.split(text)[1:]  # idents and texts in turn
     lines = []
-    for ident, stack in zip(map(_number, parts[::2]), parts[1::2], strict=True):
-        frames = _FRAME.findall(stack)[:_FRAMES]
+    for ident, frames in call_watch.sampled(text):
         if ident == own or (frames and not frames[0][2].startswith(_RESTING)):
-            at = " < ".join(f"{'/'.join(file.split('/')[-2:])}:{line} {name}" for file, line, name in frames)
+            at = call_watch.in_a_line(frames[:_FRAMES])
             lines.append(f"{'serving' if ident == own else names.get(ident, hex(ident))}: {at}")
     return lines
-
-
-def _number(ident: str) -> int:
-    return int(ident, 16)
