@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """What tuning costs the requests of a real SGLang server on a GPU: a JSON file, a table of targets, and a plot.
 
-    bench_serving.py --out DIR [--part ttft] [--part steady] [--part micro] [--part startup] [-- MORE SERVER FLAGS]
+    bench_serving.py --out DIR [--part ttft] [--part steady] [--part micro] [-- MORE SERVER FLAGS]
 
 Run it with the Python that SGLang is installed in. One server is started, tuning is switched on and off in it in
 turn: ``ttft`` sends sparse requests (Poisson), the same ones on and off, ``steady`` runs a closed loop of streams all
@@ -10,9 +10,8 @@ of sparse requests with tuning on the tuner forgets what it learned where too li
 sent from its first pass on: binaries are there from the time of warming up, so that it does not wait for them. Without
 --part: these three, in the time of --budget-s: turns that do not fit are left out.
 
-``startup`` starts servers of its own, with and without the plugin, seven times, about 8 minutes: after another run on
-the same machine, which leaves its store (and what a machine's first start compiles) behind. ``bench_serving.py --plot
-DIR/serving.json`` draws a run again.
+DIR/store.tar.gz is what it learned, for ``bench_startup.py``. ``bench_serving.py --plot DIR/serving.json`` draws a run
+again.
 """
 
 from __future__ import annotations
@@ -57,10 +56,7 @@ from gpu_server import FEWER_SIZES, Model, Server, install
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-PARTS = ("ttft", "steady", "micro", "startup")
-KINDS = ("stock-cold", "stock-warm", "plugin-cold", "plugin-store-only", "plugin-warm")
-WARM = ("stock-warm", "plugin-warm")
-STARTS = ("stock-cold", "plugin-cold", "plugin-store-only", *WARM, *WARM)
+PARTS = ("ttft", "steady", "micro")
 FLAGS = FEWER_SIZES[: FEWER_SIZES.index("--cuda-graph-bs-prefill")]
 """44 captured sizes, the prefill ones as SGLang has them: first searches of some 40 s, in which little must be compiled
 that was not compiled for the same searches before"""
@@ -91,8 +87,6 @@ LEFT_OUT = (
 STEADY = 0.005
 """within which throughput and inter-token latency stay"""
 _TOKENS = re.compile(rb'"completion_tokens": ?(\d+)')
-KEPT = Path(tempfile.gettempdir()) / "moe-autotune-serving"
-"""what a run leaves on the machine for one with the part startup"""
 
 
 def arguments() -> argparse.ArgumentParser:
@@ -107,9 +101,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--steady-tokens", type=int, default=2048, help="of a request under steady load, at least")
     parser.add_argument("--streams", type=int, default=8, help="requests that run at a time under steady load")
     parser.add_argument("--warm-s", type=float, default=50.0, help="of idle learning first, to have binaries compiled")
-    parser.add_argument("--start", action="append", choices=KINDS, help="of the part startup; may be repeated")
     parser.add_argument("--store", type=Path, help="learned store to start with, store.tar.gz of another run")
-    parser.add_argument("--keep", type=Path, default=KEPT, help="folder where one run leaves its store for startup")
     parser.add_argument("--budget-s", type=float, default=BUDGET_S, help="parts that cannot end in time are left out")
     parser.add_argument("--port", type=int, default=31300)
     parser.add_argument("--seed", type=int, default=0, help="of arrivals and prompts")
@@ -246,7 +238,7 @@ class Bench:
         self.out.mkdir(parents=True, exist_ok=True)
         self.work = Path(tempfile.mkdtemp(prefix="moe-autotune-serving-"))
         self.probe = self.work / "probe"
-        self.findings: dict[str, Any] = {"options": {k: str(v) for k, v in vars(options).items()}, "started_s": {}}
+        self.findings: dict[str, Any] = {"options": {k: str(v) for k, v in vars(options).items()}}
         self.checks: list[Check] = []
         shape = (options.experts, options.intermediate, options.hidden, options.top_k, options.layers)
         self.model = Model(*shape).write(self.work / "model")
@@ -256,9 +248,9 @@ class Bench:
         self.parts = Parts(self.out / "serving.json", options.budget_s, self.findings)
         if options.store:
             shutil.unpack_archive(options.store, self.work / "store")
-        self._numbers = self._served = self._asked = 0
+        self._numbers = self._asked = 0
 
-    def environ(self, **more: str) -> dict[str, str]:
+    def environ(self) -> dict[str, str]:
         return {
             "PYTHONPATH": os.pathsep.join([str(self.site), os.environ.get("PYTHONPATH", "")]),
             "TRITON_CACHE_DIR": os.environ.get("TRITON_CACHE_DIR", str(self.work / "triton")),
@@ -266,22 +258,16 @@ class Bench:
             "SGLANG_MOE_AUTOTUNE_DIR": str(self.work / "store"),
             "SGLANG_MOE_AUTOTUNE_BUDGET_S": "3600",
             "SGLANG_MOE_AUTOTUNE_COMPILE_PROCESSES": str(self.options.compile_processes),
-            **more,
         }
 
-    def serve(self, name: str, sizes: Sequence[str] = FEWER_SIZES, **environ: str) -> Server:
+    def serve(self, name: str) -> Server:
         self.probe.mkdir(exist_ok=True)
         print(f"--- starting server {name}", flush=True)
-        flags = (*sizes, *self.options.flags)
-        self._served += 1
-        port, log = self.options.port + self._served, self.work / f"{name}.log"
-        self.findings["port"] = port
+        port, log = self.options.port, self.work / f"{name}.log"
         try:
-            server = Server(self.model, port, log, self.environ(**environ), flags)
+            server = Server(self.model, port, log, self.environ(), tuple(self.findings["flags"]))
         finally:
-            with (self.out / "servers.log").open("ab") as logs:  # one file for all
-                logs.write(f"=== {name}\n".encode() + log.read_bytes()[-2_000_000:])
-        self.findings["started_s"].setdefault(name, []).append(round(server.ready_s or server.started_s, 2))
+            shutil.copy(log, self.out / "server.log")
         print(f"    ready after {server.ready_s:.1f} s, healthy after {server.started_s:.1f} s", flush=True)
         return server
 
@@ -345,7 +331,7 @@ def state_of(server: Server) -> dict[str, Any]:
 
 def live_parts(bench: Bench, parts: Sequence[str]) -> None:
     """ttft, steady and micro, in one server."""
-    with bench.serve("tuning", FLAGS) as server:
+    with bench.serve("tuning") as server:
         try:
             run_live(bench, server, parts)
             server.rest()
@@ -354,9 +340,7 @@ def live_parts(bench: Bench, parts: Sequence[str]) -> None:
             (bench.out / "tuning.log").write_text(log[-8_000_000:])
     faults = [line for line in log.splitlines() if "MoE autotune failed" in line or "Traceback" in line]
     bench.checks.append(Check("faults in the server's log", "0", str(len(faults)), not faults))
-    archive = shutil.make_archive(str(bench.out / "store"), "gztar", bench.work / "store")  # for the part startup
-    bench.options.keep.mkdir(parents=True, exist_ok=True)
-    shutil.copy(archive, bench.options.keep)
+    shutil.make_archive(str(bench.out / "store"), "gztar", bench.work / "store")  # for bench_startup.py
 
 
 def run_live(bench: Bench, server: Server, parts: Sequence[str]) -> None:
@@ -364,7 +348,7 @@ def run_live(bench: Bench, server: Server, parts: Sequence[str]) -> None:
     client = Client(server.port)
     for _ in range(3):  # what a first request costs is no matter of tuning
         client.stream(bench.take_numbers(1), 24, 8)
-    if "ttft" in parts:
+    if {"ttft", "steady"} & set(parts):
         warm_up(bench, server)
     bench.switch(server, tuning=False)
     before = bench.ask("memory")
@@ -603,47 +587,6 @@ def micro_checks(found: dict[str, Any]) -> list[Check]:
     return checks
 
 
-def startup(bench: Bench) -> None:
-    """Starts with and without the plugin: an empty Triton cache, a full one, and our store without a cache."""
-    from sglang_moe_autotune import store  # noqa: PLC0415 - of this checkout, where it is not installed
-
-    kept: Path = bench.options.keep
-    stock = {"SGLANG_PLUGINS": "serving_probe,lively_weights", "SERVING_PROBE_STOCK": "1"}
-    if not (bench.work / "store").exists() and (archive := kept / "store.tar.gz").exists():
-        shutil.unpack_archive(archive, bench.work / "store")
-    stored = sum(len(store.read(e.path).records) for e in store.environments(bench.work / "store") if e.environment)
-    bench.findings["startup_records"] = stored
-    if not kept.exists() and not bench.findings["started_s"]:
-        # A machine's first start compiles what no cache of Triton's holds: it would count against whoever comes first.
-        with bench.serve("first on this machine", **stock):
-            kept.mkdir(parents=True, exist_ok=True)
-    for name in bench.options.start or STARTS:
-        bench.parts.run(f"start {name}", lambda name=name: one_start(bench, name, stock), need_s=60)
-    rows: dict[str, list[float]] = {n: t for n, t in bench.findings["started_s"].items() if n in KINDS}
-    bench.findings["startup_s"] = rows
-    for name, against in (("plugin-cold", "stock-cold"), ("plugin-warm", "stock-warm"),
-                          ("plugin-store-only", "stock-cold")):  # fmt: skip
-        if name in rows and against in rows:
-            extra = statistics.median(rows[name]) - statistics.median(rows[against])
-            told = f"{extra:+.1f} s ({rows[name]} and {rows[against]}), {stored} records in the store"
-            bench.checks.append(Check(f"start, {name} - {against}", "<= 1 s", told, extra <= 1.0))
-
-
-def one_start(bench: Bench, name: str, stock: dict[str, str]) -> None:
-    who, _, state = name.partition("-")
-    cache = bench.work / ("triton_stock" if who == "stock" else "triton_plugin")
-    if state != "warm":
-        shutil.rmtree(cache, ignore_errors=True)
-    environ = {"TRITON_CACHE_DIR": str(cache), **(stock if who == "stock" else {})}
-    if name == "plugin-cold":
-        environ["SGLANG_MOE_AUTOTUNE_DIR"] = str(bench.work / "store_cold")
-        shutil.rmtree(bench.work / "store_cold", ignore_errors=True)
-    with bench.serve(name, **environ) as server:
-        if who != "stock":
-            server.rest()
-    shutil.rmtree(bench.probe, ignore_errors=True)
-
-
 def draw(findings: dict[str, Any], path: Path) -> str:
     """The distributions of the time to first token as a PNG; says what it did, also where matplotlib is not there."""
     times = findings.get("ttft", {}).get("times_ms", [])
@@ -721,16 +664,13 @@ def main(argv: Sequence[str] | None = None, make: Callable[[argparse.Namespace],
         return 0
     if options.out is None:
         parser.error("--out is needed")
-    parts = options.part or ["ttft", "steady", "micro"]
+    parts = options.part or PARTS
     bench = make(options)
     run = bench.parts.run
     run("machine", lambda: bench.findings.update(machine=machine()))
     gc.disable()  # a collection of this process would look like a slow token
     try:
-        if live := [part for part in parts if part != "startup"]:
-            run("one server", lambda: live_parts(bench, live))
-        if "startup" in parts:
-            run("startup", lambda: startup(bench))
+        run("one server", lambda: live_parts(bench, parts))
     finally:
         gc.enable()
         report(bench)

@@ -170,8 +170,7 @@ def test_events_are_read_up_to_the_one_that_is_being_written(text: bytes, events
 def run(folder: Path, *more: str, **how: Any) -> tuple[int, dict[str, Any]]:
     StandInBench.how = {"slice_s": 0.001, **how}
     line = ["--out", str(folder), "--warm-s", "0.1", "--turns", "2", "--turn-s", "3", "--rate", "4",
-            "--steady-s", "5", "--steady-tokens", "100", "--streams", "2",
-            "--keep", str(folder / "kept"), *more]  # fmt: skip
+            "--steady-s", "5", "--steady-tokens", "100", "--streams", "2", *more]  # fmt: skip
     code = bench_serving.main(line, make=StandInBench)
     return code, json.loads((folder / "serving.json").read_text())
 
@@ -308,7 +307,7 @@ def test_a_part_that_fails_does_not_take_the_others_along(tmp_path: Path, monkey
     assert list(found["faults"]) == ["ttft"]
     assert found["steady"]["blocks"] > 10
     assert found["seconds"].keys() >= {"ttft", "steady", "one server"}
-    assert (tmp_path / "kept" / "store.tar.gz").exists()
+    assert (tmp_path / "store.tar.gz").exists()
 
 
 def test_a_part_for_which_no_time_is_left_is_left_out(tmp_path: Path) -> None:
@@ -316,25 +315,6 @@ def test_a_part_for_which_no_time_is_left_is_left_out(tmp_path: Path) -> None:
     assert code == 1
     assert "not begun" in found["faults"]["ttft"]
     assert "micro" in found
-
-
-def test_starts_are_compared_by_their_medians(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    times = iter([9.0, 9.5, 10.4, 4.0, 5.5, 5.0, 6.5])
-    serve = StandInBench.serve
-
-    def timed(self: StandInBench, name: str, **environ: str) -> Any:
-        server = serve(self, name, **environ)
-        self.findings["started_s"][name][-1] = next(times)
-        return server
-
-    monkeypatch.setattr(StandInBench, "serve", timed)
-    (tmp_path / "kept").mkdir()
-    _, found = run(tmp_path, "--part", "startup")
-    assert found["startup_s"]["stock-warm"] == [4.0, 5.0]
-    checks = held(found)
-    assert not checks["start, plugin-warm - stock-warm"]  # 6.0 against 4.5
-    assert checks["start, plugin-cold - stock-cold"]
-    assert not checks["start, plugin-store-only - stock-cold"]
 
 
 def test_without_a_folder_it_says_what_is_missing(capsys: pytest.CaptureFixture[str]) -> None:
