@@ -247,7 +247,7 @@ class Bench:
         self.findings["flags"] = [*FLAGS, *options.flags]
         self.parts = Parts(self.out / "serving.json", options.budget_s, self.findings)
         if options.store:
-            shutil.unpack_archive(options.store, self.work / "store")
+            shutil.unpack_archive(options.store, self.work / "store", filter="data")
         self._numbers = self._asked = 0
 
     def environ(self) -> dict[str, str]:

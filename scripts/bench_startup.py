@@ -62,7 +62,7 @@ class Starts:
         self.found: dict[str, Any] = {"flags": list(self.flags), "rounds": []}
         self.parts = Parts(self.out / "startup.json", options.budget_s, self.found)
         self.checks: list[Check] = []
-        shutil.unpack_archive(options.store, self.work / "learned")
+        shutil.unpack_archive(options.store, self.work / "learned", filter="data")
 
     def one_round(self, kinds: Sequence[str], number: int, *, counts: bool = True) -> None:
         """Start a server of each kind at the same time, and end all when the slowest is ready. Raises RuntimeError

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from sglang_moe_autotune.agenda import Agenda
     from sglang_moe_autotune.bench import BenchmarkProvider
+    from sglang_moe_autotune.binaries import Binaries
     from sglang_moe_autotune.layers import LiveLayers
     from sglang_moe_autotune.listener import CompileCount
     from sglang_moe_autotune.records import Environment, Record, Source
@@ -34,6 +35,7 @@ class Device(NamedTuple):
     provider: BenchmarkProvider
     source: Source = "learned"
     """the ``source`` of the records made with it"""
+    binaries: Binaries | None = None
 
 
 def open_device(settings: Settings, root: Path | None, layers: LiveLayers, compiles: CompileCount) -> Device:
@@ -42,6 +44,7 @@ def open_device(settings: Settings, root: Path | None, layers: LiveLayers, compi
     root: of the store, where the journal of first launches is kept.
     """
     from sglang_moe_autotune.benchmark import DeviceProvider, Lent  # noqa: PLC0415 - needs a GPU
+    from sglang_moe_autotune.binaries import Binaries  # noqa: PLC0415 - needs Triton
     from sglang_moe_autotune.compiler import Compiler  # noqa: PLC0415 - needs a GPU
     from sglang_moe_autotune.rehearsal import rehearse  # noqa: PLC0415 - needs a GPU
 
@@ -50,15 +53,16 @@ def open_device(settings: Settings, root: Path | None, layers: LiveLayers, compi
     compiler = Compiler(settings.compile_processes, environment.shared_memory_bytes)
     align = releases.fused_module().moe_align_block_size
     lent = Lent(layers.of, invoke, align, lambda: compiles.compiled)
-    quarantine = Quarantine(
-        root, environment_key(environment), read_only=settings.mode == "read-only", server=server_name(0)
-    )
+    key, read_only = environment_key(environment), settings.mode == "read-only"
+    quarantine = Quarantine(root, key, read_only=read_only, server=server_name(0))
     provider = DeviceProvider(
         *(lent, compiler, settings.reserve_mb << 20, settings.slice_us, quarantine), bit_equal=settings.bit_equal
     )
-    if settings.mode != "read-only":
+    if not read_only:
         rehearse(likely(layers), align)
-    return Device(environment, provider)
+    binaries = Binaries(root, key, provider.recorder.kernels, read_only=read_only)
+    binaries.put_back()
+    return Device(environment, provider, binaries=binaries)
 
 
 def likely(layers: LiveLayers) -> Iterator[MoeShape]:

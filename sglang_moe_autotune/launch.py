@@ -95,6 +95,8 @@ class LaunchRecorder:
         kernels = {n: v for n in function.__code__.co_names if isinstance(v := scope.get(n), JITFunction)}
         if not kernels:
             raise TypeError(f"{function.__module__}.{function.__qualname__} names no Triton kernel to record")
+        self.kernels = tuple(kernels.values())
+        """that the function may launch"""
         scope.update({name: _Recorder(kernel, self._calls) for name, kernel in kernels.items()})
         names = [n for n in function.__code__.co_names if "quant" in n and n not in kernels]
         scope.update({n: functools.partial(self._quantised, v) for n in names if callable(v := scope.get(n))})
@@ -119,7 +121,6 @@ class LaunchRecorder:
         if len(self._calls) != 1:
             raise ValueError(f"{self._function.__qualname__} made {len(self._calls)} launches where one was expected")
         return self._calls.pop()
-
 
     def _quantised(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return function(*args, **kwargs) if self._quantise is None else self._quantise(function, args, kwargs)

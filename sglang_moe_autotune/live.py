@@ -89,6 +89,8 @@ def _turn(serving: Serving, number: int, breathe: Callable[[], None] = no_breath
         breathe()
         status.write(serving.root, live)
         breathe()
+    if serving.device is not None and serving.device.binaries is not None:
+        serving.device.binaries.keep(breathe)
     if serving.metrics is not None:
         serving.metrics.update(serving)
 

@@ -9,6 +9,7 @@ import torch
 
 from sglang_moe_autotune import releases, stand_in
 from sglang_moe_autotune.benchmark import DeviceProvider, Lent
+from sglang_moe_autotune.binaries import Binaries
 from sglang_moe_autotune.compiler import Compiler
 from sglang_moe_autotune.fitting import limit_of
 from sglang_moe_autotune.listener import CompileCount
@@ -41,6 +42,7 @@ class Machine(NamedTuple):
     source: Source = "learned"
     sglang: str = ""
     driver: str = ""
+    binaries: Binaries | None = None
 
 
 def gpu_machine(order: Errand) -> Machine:
@@ -85,4 +87,5 @@ def gpu_machine(order: Errand) -> Machine:
         Prior(find_files(releases.shipped_folder()), environment.device_name),
         sglang=releases.version(),
         driver=releases.driver_version(),
+        binaries=Binaries(root, environment_key(environment), provider.recorder.kernels),
     )

@@ -246,6 +246,8 @@ def main() -> int:
 
     threading.Thread(target=watch, name="moe-autotune-stop", daemon=True).start()
     Outing(order, found, lambda told: answers.write(errand.encode(told)), stop.is_set).run()
+    if found.binaries is not None:
+        found.binaries.keep()
     return 0
 
 

@@ -36,7 +36,7 @@ LAYERS: dict[str, Layer] = {
             "benchmark", "compiler", "compile_child", "launch", "layers", "releases", "correctness", "plugin",
             "timing", "scratch", "shape_notes", "listener", "live", "serving", "attachment", "overlay", "device",
             "metrics", "server_info", "controls", "doorbell", "startup", "offline", "machine", "stand_in", "warm",
-            "kernels", "launches", "graphs", "graph_state", "recapture", "peers",
+            "kernels", "launches", "binaries", "graphs", "graph_state", "recapture", "peers",
             "passes", "harvest", "intake", "doubts", "rehearsal",
         ),
         "edge",

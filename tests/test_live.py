@@ -100,3 +100,34 @@ def test_read_only_writes_nothing_and_takes_nothing_away(scheduler: SchedulerPro
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     assert scheduler.run(read_only_server, str(tmp_path))[0] == "NoneType"
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+
+
+def keeping_server(folder: str) -> list[int]:
+    from pathlib import Path  # noqa: PLC0415 - this runs in the other process
+    from types import SimpleNamespace  # noqa: PLC0415
+
+    from record_values import H200  # noqa: PLC0415
+    from replayed_serving import replayed_serving  # noqa: PLC0415
+
+    from sglang_moe_autotune import live, plugin  # noqa: PLC0415
+    from sglang_moe_autotune.device import Device  # noqa: PLC0415
+    from sglang_moe_autotune.serving import Serving  # noqa: PLC0415
+    from sglang_moe_autotune.settings import Settings  # noqa: PLC0415
+
+    calls: list[int] = []
+    held: object = SimpleNamespace(keep=lambda _breathe: calls.append(len(calls)))
+    serving = Serving(Settings(dir=Path(folder)), plugin.hooks_in_place)
+    live._turn(serving, 1)  # no device yet
+    live_start, live.start = live.start, lambda _serving: None
+    try:
+        serving.start(Device(H200, replayed_serving().device.provider, "replayed", held))  # type: ignore[arg-type]
+    finally:
+        live.start = live_start
+    for number in range(2):
+        live._turn(serving, number)
+    return calls
+
+
+@pytest.mark.sglang
+def test_the_thread_keeps_binaries_at_each_turn(scheduler: SchedulerProcess, tmp_path: Path) -> None:
+    assert scheduler.run(keeping_server, str(tmp_path)) == [0, 1]

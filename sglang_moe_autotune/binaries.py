@@ -1,0 +1,196 @@
+"""Binaries of the MoE kernels, kept in the store: a start whose Triton cache is empty would compile them one by one.
+
+A zip for each entry of Triton's cache, named after it, in a folder for each environment. What is missing, damaged or
+not to be trusted is compiled as ever. The name is a hash of the kernel's source, its config, the compiler and its
+version, so an entry answers for nothing else; that its content is what this compiler made rests on who can write there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import os
+import re
+import stat
+import time
+import zipfile
+import zlib
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from triton.runtime.cache import get_cache_manager
+
+from sglang_moe_autotune import whole_file
+from sglang_moe_autotune.breath import no_breath
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+logger = logging.getLogger("sglang.moe_autotune")
+
+FOLDER: Final = "binaries"
+MOST: Final = 512
+"""files of one environment, of which those that were not used for longest go; an H200 has some 40 for a shape"""
+MOST_BYTES: Final = 16 << 20
+"""of one entry, unpacked"""
+PUT_BACK_S: Final = 0.5
+"""of a start; after it what is left is compiled where it is needed"""
+_ENDING: Final = ".zip"
+_METADATA: Final = ".json"
+_PARTS: Final = (_METADATA, ".cubin", ".hsaco")
+"""files of an entry without which nothing can be launched, by their endings"""
+_HASH: Final = re.compile(r"[0-9a-f]{64}")
+_NAME: Final = re.compile(r"\w[\w.-]{0,200}", re.ASCII)
+
+
+class Binaries:
+    """The binaries that the MoE kernels of this process hold, and those that the store has. Not for the serving thread:
+    ``keep`` belongs to a thread of its own, ``put_back`` to the start."""
+
+    def __init__(self, root: Path | None, environment: str, kernels: Iterable[Any], *, read_only: bool = False) -> None:
+        """root: of the store; None keeps nothing. environment: the key of its environment. kernels: Triton's."""
+        self._folder = None if root is None else root / FOLDER / environment
+        self._kernels = tuple(kernels)
+        self._read_only = read_only
+        self._seen: set[str] = set()
+        """of this process's: kept, or not to be had"""
+
+    def put_back(self) -> int:
+        """Give Triton's cache what it lacks of those that are kept; how many those were. Never raises."""
+        begun_s, count = time.perf_counter(), 0
+        try:
+            for path in self._kept():
+                if time.perf_counter() - begun_s > PUT_BACK_S:
+                    break
+                count += self._put_back(path)
+        except Exception:
+            logger.warning("MoE autotune could not use the binaries in %s.", self._folder, exc_info=True)
+        if count:
+            taken_ms = 1e3 * (time.perf_counter() - begun_s)
+            logger.info("MoE autotune put %d kept binaries into Triton's cache in %.0f ms.", count, taken_ms)
+        return count
+
+    def keep(self, breathe: Callable[[], None] = no_breath) -> int:
+        """Keep those that this process has loaded for serving since the last call; how many were new."""
+        if self._folder is None or self._read_only:
+            return 0
+        count = 0
+        for compiled in self._loaded():
+            digest = str(getattr(compiled, "hash", ""))
+            if digest in self._seen:
+                continue
+            breathe()
+            self._seen.add(digest)
+            try:
+                count += _HASH.fullmatch(digest) is not None and self._keep(digest, compiled)
+            except OSError as error:
+                self._read_only = True
+                logger.warning(
+                    "MoE autotune keeps no binaries in %s (%s): a start with an empty Triton cache compiles them.",
+                    *(self._folder, error),
+                )
+                return count
+        if count:
+            self._prune()
+        return count
+
+    def _loaded(self) -> Iterator[Any]:
+        for kernel in self._kernels:
+            for caches in list(kernel.device_caches.values()):
+                yield from list(caches[0].values())
+
+    def _keep(self, digest: str, compiled: Any) -> bool:
+        assert self._folder is not None  # noqa: S101 - asked by the caller
+        path = self._folder / (digest + _ENDING)
+        if _unpacked(path):
+            os.utime(path, follow_symlinks=False)
+            return False
+        group = {name: Path(at) for name, at in compiled.metadata_group.items() if name.endswith(_PARTS)}
+        if not all(at.is_file() for at in group.values()):
+            return False  # Triton's cache was emptied meanwhile
+        text = io.BytesIO()
+        with zipfile.ZipFile(text, "w", zipfile.ZIP_DEFLATED) as packed:
+            for name, at in sorted(group.items()):
+                packed.writestr(name, at.read_bytes())
+        self._folder.parent.parent.mkdir(parents=True, exist_ok=True)
+        for folder in (self._folder.parent, self._folder):  # whatever the umask
+            folder.mkdir(0o755, exist_ok=True)
+        if why := self._distrust():
+            raise PermissionError(why)
+        whole_file.replace(path, text.getvalue())
+        path.chmod(0o644)  # as above
+        return True
+
+    def _kept(self) -> list[Path]:
+        """The files, those used last first."""
+        if self._folder is None:
+            return []
+        try:
+            if why := self._distrust():
+                logger.warning("MoE autotune uses no binaries of the store, so they are compiled again: %s.", why)
+                return []
+            found = [path for path in self._folder.iterdir() if path.suffix == _ENDING and _HASH.fullmatch(path.stem)]
+        except FileNotFoundError:
+            return []
+        return sorted(found, key=_used_s, reverse=True)[:MOST]
+
+    def _distrust(self) -> str:
+        """Why what lies in the folder may be somebody else's, and the cure. Raises OSError, as where there is none."""
+        assert self._folder is not None  # noqa: S101 - asked by the caller
+        for folder in (self._folder.parent, self._folder):
+            if why := _distrusted(folder.lstat()):
+                return f"{why} ({folder}): make it a folder of this server's user, with `chown` and `chmod 755`"
+        return ""
+
+    def _put_back(self, path: Path) -> bool:
+        manager = get_cache_manager(path.stem)
+        for kernel in self._kernels:
+            name = kernel.__name__[:150] + _METADATA  # as Triton names it: no file is read for what is there
+            if name in (manager.get_group(name) or {}):
+                return False
+        files = _unpacked(path)
+        if not files:
+            return False
+        group = {name: manager.put(data, name) for name, data in files.items()}
+        manager.put_group(next(name for name in files if name.endswith(_METADATA)), group)
+        return True
+
+    def _prune(self) -> None:
+        assert self._folder is not None  # noqa: S101 - asked by the caller
+        with contextlib.suppress(OSError):
+            for path in sorted(self._folder.glob("*" + _ENDING), key=_used_s, reverse=True)[MOST:]:
+                path.unlink(missing_ok=True)
+
+
+def _used_s(path: Path) -> float:
+    try:
+        return path.lstat().st_mtime
+    except OSError:
+        return 0.0
+
+
+def _distrusted(of: os.stat_result) -> str:
+    """Why a file or folder may hold what somebody else wrote; "" where only this user and root can write it."""
+    if stat.S_ISLNK(of.st_mode):
+        return "it is a link"
+    if of.st_uid not in {os.geteuid(), 0}:
+        return f"it belongs to user {of.st_uid}"
+    return "others may write there" if of.st_mode & 0o022 else ""
+
+
+def _unpacked(path: Path) -> dict[str, bytes]:
+    """The files of a kept entry, whole by their checksums; empty where there is none that can be used."""
+    try:
+        read = whole_file.read(path, follow=False)
+        if read is None or len(read[0]) > MOST_BYTES or _distrusted(read[1]):
+            return {}
+        with zipfile.ZipFile(io.BytesIO(read[0])) as packed:
+            parts = packed.infolist()
+            if sum(part.file_size for part in parts) > MOST_BYTES:
+                return {}
+            files = {part.filename: packed.read(part) for part in parts}
+    except (OSError, ValueError, EOFError, NotImplementedError, RuntimeError, zipfile.BadZipFile, zlib.error):
+        return {}
+    sound = len(files) == len(_PARTS) - 1 and all(_NAME.fullmatch(n) and n.endswith(_PARTS) for n in files)
+    return files if sound and sum(name.endswith(_METADATA) for name in files) == 1 else {}

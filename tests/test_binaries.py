@@ -1,0 +1,319 @@
+"""Binaries kept in the store: compiled for sm_90 here, put into an empty cache of Triton's, and found there."""
+
+from __future__ import annotations
+
+import importlib
+import io
+import os
+import sys
+import zipfile
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import pytest
+
+pytest.importorskip("triton")
+
+import torch
+import triton
+from test_compiler import prepare
+from triton.backends.compiler import GPUTarget
+
+from sglang_moe_autotune import binaries, compile_child, launch
+from sglang_moe_autotune.binaries import Binaries
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from scheduler_process import SchedulerProcess
+
+KEY = "nvidia-h200-triton-0-abc"
+TWO = """
+import triton
+import triton.language as tl
+
+@triton.jit
+def add(p, VALUE: tl.constexpr):
+    tl.store(p, VALUE)
+"""
+
+
+class Bed(NamedTuple):
+    """A kernel with two compiled objects in memory, as a server that ran holds them."""
+
+    kernel: Any
+    wanted: list[launch.Binary]
+    root: Path
+
+    def store(self, **how: Any) -> Binaries:
+        return Binaries(self.root, KEY, (self.kernel,), **how)
+
+    @property
+    def folder(self) -> Path:
+        return self.root / binaries.FOLDER / KEY
+
+    def files(self) -> list[Path]:
+        return [self.folder / f"{one.hash}.zip" for one in self.wanted]
+
+
+@pytest.fixture
+def bed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
+    before = triton.runtime.driver._active
+    triton.runtime.driver.set_active(compile_child.StubDriver(GPUTarget("cuda", 90, 32)))
+    (tmp_path / "kept_kernels.py").write_text(TWO)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    sys.modules.pop("kept_kernels", None)
+    kernel = importlib.import_module("kept_kernels").add
+    pointer = torch.empty(16, dtype=torch.int32, device="meta")
+    wanted = [launch.binary_of(launch.Launch(kernel, (1,), (pointer,), {"VALUE": v}), 0) for v in (1, 2)]
+    for one in wanted:
+        kernel.device_caches[0][0][one.key] = launch.load(one)
+    yield Bed(kernel, wanted, tmp_path / "store")
+    triton.runtime.driver._active = before
+
+
+@pytest.fixture
+def empty_cache(bed: Bed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "fresh"))
+    assert not any(one.on_disk() for one in bed.wanted)
+    return tmp_path / "fresh"
+
+
+def hits(bed: Bed) -> list[bool]:
+    """Of loading each: was it in the cache?"""
+    told: list[bool] = []
+
+    def listen(**of: Any) -> None:
+        told.append(of["cache_hit"])
+
+    before = triton.knobs.compilation.listener
+    triton.knobs.compilation.listener = listen
+    try:
+        for one, held in zip(bed.wanted, list(bed.kernel.device_caches[0][0].values()), strict=True):
+            assert launch.load(one).kernel == held.kernel
+    finally:
+        triton.knobs.compilation.listener = before
+    return told
+
+
+def test_what_is_kept_need_not_be_compiled_in_a_fresh_container(
+    bed: Bed, empty_cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(empty_cache.parent / "cache"))
+    assert bed.store().keep() == 2
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(empty_cache))
+    caplog.set_level("INFO", "sglang.moe_autotune")
+    assert bed.store().put_back() == 2
+    assert "put 2 kept binaries into Triton's cache" in caplog.text
+    assert hits(bed) == [True, True]
+    assert bed.store().put_back() == 0  # they are there
+
+
+def test_without_them_they_are_compiled(bed: Bed, empty_cache: Path) -> None:
+    assert bed.store().put_back() == 0
+    assert hits(bed) == [False, False]
+
+
+def test_each_is_kept_once_and_its_use_is_noted(bed: Bed) -> None:
+    store = bed.store()
+    assert (store.keep(), store.keep()) == (2, 0)
+    for path in bed.files():
+        assert path.stat().st_mode & 0o777 == 0o644
+        os.utime(path, (1, 1))
+    assert bed.store().keep() == 0, "another process of the same server"
+    assert all(path.stat().st_mtime > 1 for path in bed.files())
+
+
+def test_intermediate_code_is_not_kept(bed: Bed) -> None:
+    bed.store().keep()
+    with zipfile.ZipFile(bed.files()[0]) as packed:
+        assert sorted(packed.namelist()) == ["add.cubin", "add.json"]
+
+
+def damaged(path: Path) -> None:
+    text = bytearray(path.read_bytes())
+    text[len(text) // 3] ^= 0xFF
+    path.write_bytes(text)
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-40])
+
+
+def emptied(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+def others_may_write(path: Path) -> None:
+    path.chmod(0o666)
+
+
+def linked(path: Path) -> None:
+    path.rename(path.with_name("elsewhere"))
+    path.symlink_to(path.with_name("elsewhere"))
+
+
+def repacked(path: Path, change: Any) -> None:
+    with zipfile.ZipFile(path) as packed:
+        files = {name: packed.read(name) for name in packed.namelist()}
+    text = io.BytesIO()
+    with zipfile.ZipFile(text, "w", zipfile.ZIP_DEFLATED) as packed:
+        for name, data in change(files).items():
+            packed.writestr(name, data)
+    path.write_bytes(text.getvalue())
+
+
+def out_of_the_folder(path: Path) -> None:
+    repacked(path, lambda files: {f"../{name}": data for name, data in files.items()})
+
+
+def without_its_binary(path: Path) -> None:
+    repacked(path, lambda files: {name: data for name, data in files.items() if name.endswith(".json")})
+
+
+def with_more(path: Path) -> None:
+    repacked(path, lambda files: {**files, "add.so": b"x"})
+
+
+def too_large(path: Path) -> None:
+    repacked(path, lambda files: {**files, "add.cubin": bytes(binaries.MOST_BYTES)})
+
+
+FAULTS = [damaged, cut, emptied, others_may_write, linked, out_of_the_folder, without_its_binary, with_more, too_large]
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_one_that_is_not_whole_or_not_to_be_trusted_is_compiled_and_kept_again(
+    bed: Bed, empty_cache: Path, fault: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(empty_cache.parent / "cache"))
+    bed.store().keep()
+    fault(bed.files()[0])
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(empty_cache))
+    assert bed.store().put_back() == 1
+    assert hits(bed) == [False, True]
+    assert not (empty_cache / "add.json").exists()
+    assert bed.store().keep() == 1
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(empty_cache / "third"))
+    assert bed.store().put_back() == 2
+
+
+@pytest.mark.parametrize("level", ["environment", "binaries"])
+def test_a_folder_that_others_may_write_is_not_used(
+    bed: Bed, empty_cache: Path, level: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    bed.store().keep()
+    (bed.folder if level == "environment" else bed.folder.parent).chmod(0o777)
+    assert bed.store().put_back() == 0
+    assert "others may write there" in caplog.text
+    assert "`chmod 755`" in caplog.text
+
+
+def test_files_of_another_user_are_not_used(
+    bed: Bed, empty_cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    bed.store().keep()
+    monkeypatch.setattr(binaries.os, "geteuid", lambda: os.getuid() + 1)
+    mine = binaries._distrusted
+    monkeypatch.setattr(binaries, "_distrusted", lambda of: mine(_of_user(of, 4321)))
+    assert bed.store().put_back() == 0
+    assert "it belongs to user 4321" in caplog.text
+
+
+def _of_user(of: os.stat_result, uid: int) -> Any:
+    return SimpleNamespace(st_mode=of.st_mode, st_uid=uid)
+
+
+def test_nothing_is_written_through_a_link(bed: Bed, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "outside").mkdir()
+    bed.root.mkdir()
+    (bed.root / binaries.FOLDER).symlink_to(tmp_path / "outside")
+    assert bed.store().keep() == 0
+    assert "it is a link" in caplog.text
+    assert not list((tmp_path / "outside").rglob("*.zip"))
+
+
+def test_a_read_only_store_is_used_and_not_written(bed: Bed, empty_cache: Path) -> None:
+    assert bed.store(read_only=True).keep() == 0
+    assert not bed.root.exists()
+    bed.store().keep()
+    assert bed.store(read_only=True).put_back() == 2
+
+
+def test_a_folder_that_cannot_be_written_is_told_once(bed: Bed, caplog: pytest.LogCaptureFixture) -> None:
+    bed.root.write_text("no folder")
+    store = bed.store()
+    assert (store.keep(), store.keep()) == (0, 0)
+    assert caplog.text.count("keeps no binaries") == 1
+
+
+def test_those_that_were_used_least_lately_go(bed: Bed, monkeypatch: pytest.MonkeyPatch) -> None:
+    bed.folder.mkdir(parents=True)
+    old = [bed.folder / f"{i:064x}.zip" for i in range(3)]
+    for age, path in enumerate(old):
+        path.write_bytes(b"old")
+        os.utime(path, (100 - age, 100 - age))
+    monkeypatch.setattr(binaries, "MOST", 3)
+    bed.store().keep()
+    assert sorted(bed.folder.iterdir()) == sorted([*bed.files(), old[0]])
+
+
+def test_a_start_does_not_wait_for_long(bed: Bed, empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bed.store().keep()
+    monkeypatch.setattr(binaries, "PUT_BACK_S", -1.0)
+    assert bed.store().put_back() == 0
+
+
+def test_a_cache_that_fails_does_not_end_a_start(
+    bed: Bed, empty_cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    bed.store().keep()
+
+    def fails(_: str) -> Any:
+        raise RuntimeError("Could not create or locate cache dir")
+
+    monkeypatch.setattr(binaries, "get_cache_manager", fails)
+    assert bed.store().put_back() == 0
+    assert "could not use the binaries" in caplog.text
+
+
+def test_without_a_folder_nothing_is_kept(bed: Bed) -> None:
+    nowhere = Binaries(None, KEY, (bed.kernel,))
+    assert (nowhere.keep(), nowhere.put_back()) == (0, 0)
+
+
+def test_what_triton_s_cache_has_lost_meanwhile_is_not_kept(bed: Bed, tmp_path: Path) -> None:
+    for path in (tmp_path / "cache").rglob("add.cubin"):
+        path.unlink()
+    assert bed.store().keep() == 0
+    assert not list(bed.root.rglob("*.zip"))
+
+
+def kept_of_sglang(folder: str) -> list[object]:
+    import builtins  # noqa: PLC0415 - this runs in the other process
+    from pathlib import Path  # noqa: PLC0415
+
+    from sglang_moe_autotune import launch, releases  # noqa: PLC0415
+    from sglang_moe_autotune.binaries import Binaries  # noqa: PLC0415
+
+    record = builtins.record_launch  # type: ignore[attr-defined]
+    config = {"BLOCK_SIZE_M": 16, "BLOCK_SIZE_N": 32, "BLOCK_SIZE_K": 64, "GROUP_SIZE_M": 1, "num_stages": 2}
+    kernels = launch.LaunchRecorder(releases.invoke_function()).kernels
+    wanted = record(config, 16)
+    kernel = next(kernel for kernel in kernels if kernel is wanted.source.fn)
+    kernel.device_caches[0][0]["served"] = launch.load(wanted)
+    kept = Binaries(Path(folder), "environment", kernels).keep()
+    entry = Path(launch.get_cache_manager(wanted.hash).cache_dir)
+    for path in entry.iterdir():
+        path.unlink()
+    gone = wanted.on_disk()
+    put = Binaries(Path(folder), "environment", kernels).put_back()
+    return [kept, gone, put, wanted.on_disk(), sorted(path.suffix for path in entry.iterdir()),
+            Binaries(Path(folder), "environment", kernels).put_back()]  # fmt: skip
+
+
+@pytest.mark.sglang
+def test_those_of_sglang_s_own_kernels_are_kept(scheduler: SchedulerProcess, tmp_path: Path) -> None:
+    scheduler.run(prepare)
+    assert scheduler.run(kept_of_sglang, str(tmp_path)) == [1, False, 1, True, [".cubin", ".json", ".json"], 0]
