@@ -17,6 +17,11 @@ import bench_startup
 from bench_startup import AGAINST, KINDS, PLUGIN_COLD, PLUGIN_STORE, PLUGIN_WARM, STOCK_COLD, STOCK_WARM
 
 SECONDS = {STOCK_COLD: 9.0, PLUGIN_COLD: 9.5, PLUGIN_STORE: 10.4, STOCK_WARM: 4.0, PLUGIN_WARM: 4.75}
+CAPTURE = {STOCK_COLD: 3.0, PLUGIN_COLD: 3.1, PLUGIN_STORE: 7.5, STOCK_WARM: 1.0, PLUGIN_WARM: 1.25}
+ENDS = (
+    "[2026-01-01 00:00:00] Capture target prefill CUDA graph end. elapsed={} s, mem usage=6.73 GB.\n"
+    "[2026-01-01 00:00:00] Capture target decode CUDA graph end. elapsed=4.06 s, mem usage=0.06 GB.\n"
+)
 START = "[2026-01-01 00:00:00] MoE autotune 0.1.0: hooks in place; store /s; learned rows: {}; tuning when idle\n"
 
 
@@ -38,7 +43,7 @@ class MadeUp:
                                  "alone": environ.get("SGLANG_PLUGINS"), "nccl": int(flags[-1]),
                                  "ended": len(self.ended)})  # fmt: skip
         cache.mkdir(exist_ok=True)
-        log.write_text(START.format(rows) if store is not None else "")
+        log.write_text((START.format(rows) if store is not None else "") + ENDS.format(CAPTURE[self.kind]))
         if self.kind == self.broken:
             raise RuntimeError("the server is not healthy after 1 s: planted")
         number = sum(one["kind"] == self.kind for one in self.started)
@@ -84,14 +89,23 @@ def test_starts_of_one_round_are_compared(run: Any, capsys: pytest.CaptureFixtur
     code, found = run()
     checks = {check["name"]: check["holds"] for check in found["checks"]}
     assert [list(r) for r in found["rounds"]] == [list(KINDS)] * 3  # the first, in which caches are filled, is none
-    assert found["rounds"][0][STOCK_WARM] == {"ready_s": 6.0, "rows": None}
-    assert found["rounds"][0][PLUGIN_WARM] == {"ready_s": 6.75, "rows": 1}
-    assert found["added_s"][PLUGIN_COLD] == {"median": 0.5, "rounds": [0.5] * 3}
+    assert found["rounds"][0][STOCK_WARM] == {"ready_s": 6.0, "capture_s": 5.06, "rows": None}
+    assert found["rounds"][0][PLUGIN_WARM] == {"ready_s": 6.75, "capture_s": 5.31, "rows": 1}
+    assert found["added_ready_s"][PLUGIN_COLD] == {"median": 0.5, "rounds": [0.5] * 3}
+    assert found["added_capture_s"][PLUGIN_STORE] == {"median": 4.5, "rounds": [4.5] * 3}
+    assert checks[f"captures, {PLUGIN_WARM} - {STOCK_WARM}"]
+    assert not checks[f"captures, {PLUGIN_STORE} - {STOCK_COLD}"]
     assert checks[f"start, {PLUGIN_COLD} - {STOCK_COLD}"]
     assert checks[f"start, {PLUGIN_WARM} - {STOCK_WARM}"]
     assert not checks[f"start, {PLUGIN_STORE} - {STOCK_COLD}"]
     assert code == 1
     assert "[MISSED] start, plugin-store - stock-cold: +1.40 s (+1.40 to +1.40 in 3 rounds)" in capsys.readouterr().out
+
+
+def test_captures_of_other_releases_are_read() -> None:
+    older = "[2026-01-01 00:00:00 TP0] Capture cuda graph end. Time elapsed: 3.21 s. mem usage=0.1 GB.\n"
+    assert bench_startup.capture_s(older + ENDS.format(1)) == 8.27
+    assert bench_startup.capture_s("Capture cuda graph begin.") == 0
 
 
 def test_a_round_begins_together_each_with_folders_and_ports_of_its_own(run: Any) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -116,21 +117,43 @@ def test_requests_beside_tuning() -> None:
     line = f"the same for the {of['ttft']['met_a_slice']} that met a pass: median, 99th percentile, largest"
     assert cells(page, line)[1] == f"{told} ms"
     steady = of["steady"]["throughput"]
-    told = "{:.1f} % ({:.1f} to {:+.1f})".format(*(100 * steady[name] for name in ("value", "low", "high")))
-    assert cells(page, "throughput under steady load of 8 streams")[1].startswith(told)
+    told = "{:.2f} % ({:.2f} to {:+.2f})".format(*(100 * steady[name] for name in ("value", "low", "high")))
+    assert cells(page, "throughput under steady load of 8 streams, 24 layers")[1].startswith(told)
 
 
 def test_steady_load() -> None:
     page, of = words("docs/measured.md"), recorded("serving")["steady"]
+    assert f"with {of['options']['layers']} layers of that shape" in page
     assert f"{of['compiling']['fours']['none']} such fours" in page
-    for name, line in (("median step", "{:.2f} % ({:.2f} to {:.2f}) longer with the plugin"),
-                       ("inter-token latency", "was {:.2f} % ({:.2f} to {:.2f}) longer")):  # fmt: skip
-        assert line.format(*(100 * of[name][end] for end in ("value", "low", "high"))) in page
-    beside = of["compiling"]["while_compiling"]["throughput"]
-    told = "{:.2f} % ({:.2f} to {:.2f}) lower".format(*(-100 * beside[end] for end in ("value", "high", "low")))
-    assert told in page
-    before = of["run before"]["median step"]["value"]
-    assert f"a first run, whose steps were {100 * before:.2f} % longer" in page
+    for name in ("median step", "inter-token latency"):
+        line = name + " was {:.2f} % ({:.2f} to {:.2f}) shorter"
+        assert line.format(*(-100 * of[name][end] for end in ("value", "high", "low"))) in page
+    small = of["of 4 layers"]
+    line = "a median step {:.2f} % ({:.2f} to {:.2f}) longer"
+    assert line.format(*(100 * small["median step"][end] for end in ("value", "low", "high"))) in page
+    beside = small["compiling"]["while_compiling"]["throughput"]
+    assert "{:.2f} % ({:.2f} to {:.2f}) lower".format(*(-100 * beside[end] for end in ("value", "high", "low"))) in page
+    assert f"the run before it {100 * small['run before']['median step']['value']:.2f} %" in page
+
+
+def test_starts() -> None:
+    page, of = "docs/measured.md", recorded("startup")
+    lines = {
+        "plugin-cold": "empty Triton cache, empty store",
+        "plugin-warm": "cache of an earlier start, 43 learned rows",
+        "plugin-store": "empty Triton cache, 43 learned rows: a fresh container",
+    }
+    for kind, line in lines.items():
+        for column, (what, digits) in enumerate((("ready_s", 1), ("capture_s", 2)), 1):
+            rounds = of[f"added_{what}"][kind]["rounds"]
+            told = [f"{s:.{digits}f}".replace("-0.0", "0.0") if digits == 1 else f"{s:.{digits}f}"
+                    for s in (statistics.median(rounds), min(rounds), max(rounds))]  # fmt: skip
+            assert cells(page, line)[column].startswith("{} s ({} to {})".format(*told))
+        assert len(of["rounds"]) == len(of["added_ready_s"][kind]["rounds"]) == 3
+    assert all(one[kind]["rows"] == 43 for one in of["rounds"] for kind in ("plugin-warm", "plugin-store"))
+    for kind, told in (("stock-cold", "13.0 s with an empty cache"), ("stock-warm", "4.3 s with a full one")):
+        assert f"{statistics.median(one[kind]['capture_s'] for one in of['rounds']):.1f}" == told.split()[0]
+        assert told in words(page)
 
 
 @pytest.mark.parametrize(("pool", "column"), [("plain", 0), ("hybrid", 1)])

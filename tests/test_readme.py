@@ -122,6 +122,9 @@ def test_the_readme_counts_what_the_run_has_recorded() -> None:
     assert f"the run above spent {recorded['gpu_s']:.0f}" in readme
     free = [recorded["memory"][when] >> 20 for when in ("free_before", "free_after")]
     assert "Measured: {:,} MiB free before, {:,} after".format(*free) in readme
-    assert "One start each on the H200: {:.1f} s with stored rows, {:.1f} s".format(
-        recorded["started_s"]["3_warm"], recorded["started_s"]["2_exported"]
-    ) in readme  # fmt: skip
+    captures = json.loads(text("docs/startup.json"))["added_capture_s"]
+    warm, fresh = (captures[kind]["median"] for kind in ("plugin-warm", "plugin-store"))
+    assert f"took {warm:.1f} s longer than stock ones" in readme
+    assert f"and {fresh:.1f} s longer with an empty one" in readme
+    pauses = json.loads(text("docs/serving.json"))["steady"]["graphs"]["pause_ms"].values()
+    assert f"{min(pauses):.0f} to {max(pauses):.0f} with 24" in readme
