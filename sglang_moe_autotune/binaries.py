@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import logging
 import os
 import re
@@ -36,6 +37,7 @@ MOST_BYTES: Final = 16 << 20
 """of one entry, unpacked"""
 PUT_BACK_S: Final = 0.5
 """of a start; after it what is left is compiled where it is needed"""
+_LEFT_OVER_S: Final = 3600.0
 _ENDING: Final = ".zip"
 _METADATA: Final = ".json"
 _PARTS: Final = (_METADATA, ".cubin", ".hsaco")
@@ -161,6 +163,9 @@ class Binaries:
         with contextlib.suppress(OSError):
             for path in sorted(self._folder.glob("*" + _ENDING), key=_used_s, reverse=True)[MOST:]:
                 path.unlink(missing_ok=True)
+            for path in self._folder.glob(".*.tmp"):  # of a process that was killed while it wrote
+                if time.time() - _used_s(path) > _LEFT_OVER_S:
+                    path.unlink(missing_ok=True)
 
 
 def _used_s(path: Path) -> float:
@@ -171,12 +176,17 @@ def _used_s(path: Path) -> float:
 
 
 def _distrusted(of: os.stat_result) -> str:
-    """Why a file or folder may hold what somebody else wrote; "" where only this user and root can write it."""
+    """Why a file or folder may hold what somebody else wrote; "" where only this user, its groups and root can write
+    it (a volume of Kubernetes with an ``fsGroup`` can be written by that group)."""
     if stat.S_ISLNK(of.st_mode):
         return "it is a link"
     if of.st_uid not in {os.geteuid(), 0}:
         return f"it belongs to user {of.st_uid}"
-    return "others may write there" if of.st_mode & 0o022 else ""
+    if of.st_mode & stat.S_IWOTH:
+        return "anybody may write there"
+    if of.st_mode & stat.S_IWGRP and of.st_gid not in {os.getegid(), *os.getgroups()}:
+        return f"group {of.st_gid} may write there"
+    return ""
 
 
 def _unpacked(path: Path) -> dict[str, bytes]:
@@ -192,5 +202,16 @@ def _unpacked(path: Path) -> dict[str, bytes]:
             files = {part.filename: packed.read(part) for part in parts}
     except (OSError, ValueError, EOFError, NotImplementedError, RuntimeError, zipfile.BadZipFile, zlib.error):
         return {}
-    sound = len(files) == len(_PARTS) - 1 and all(_NAME.fullmatch(n) and n.endswith(_PARTS) for n in files)
-    return files if sound and sum(name.endswith(_METADATA) for name in files) == 1 else {}
+    named = [name for name in files if name.endswith(_METADATA)]
+    if len(parts) != len(_PARTS) - 1 or len(named) != 1 or not all(map(_NAME.fullmatch, files)):
+        return {}
+    return files if _hash_of(files[named[0]]) == path.stem and all(name.endswith(_PARTS) for name in files) else {}
+
+
+def _hash_of(metadata: bytes) -> object:
+    """As Triton wrote it there."""
+    try:
+        told = json.loads(metadata)
+    except ValueError:
+        return None
+    return told.get("hash") if isinstance(told, dict) else None

@@ -146,7 +146,7 @@ def emptied(path: Path) -> None:
 
 
 def others_may_write(path: Path) -> None:
-    path.chmod(0o666)
+    path.chmod(0o646)
 
 
 def linked(path: Path) -> None:
@@ -180,7 +180,28 @@ def too_large(path: Path) -> None:
     repacked(path, lambda files: {**files, "add.cubin": bytes(binaries.MOST_BYTES)})
 
 
-FAULTS = [damaged, cut, emptied, others_may_write, linked, out_of_the_folder, without_its_binary, with_more, too_large]
+def of_another(path: Path) -> None:
+    other = next(p for p in path.parent.glob("*.zip") if p != path)
+    path.write_bytes(other.read_bytes())
+
+
+def without_words(path: Path) -> None:
+    repacked(path, lambda files: {**files, "add.json": b"[1, 2"})
+
+
+def with_a_list(path: Path) -> None:
+    repacked(path, lambda files: {**files, "add.json": b"[]"})
+
+
+def a_pipe(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+FAULTS = [
+    of_another, without_words, with_a_list, a_pipe, damaged, cut, emptied, others_may_write, linked, out_of_the_folder,
+    without_its_binary, with_more, too_large,
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -204,9 +225,9 @@ def test_a_folder_that_others_may_write_is_not_used(
     bed: Bed, empty_cache: Path, level: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     bed.store().keep()
-    (bed.folder if level == "environment" else bed.folder.parent).chmod(0o777)
+    (bed.folder if level == "environment" else bed.folder.parent).chmod(0o757)
     assert bed.store().put_back() == 0
-    assert "others may write there" in caplog.text
+    assert "anybody may write there" in caplog.text
     assert "`chmod 755`" in caplog.text
 
 
@@ -223,6 +244,22 @@ def test_files_of_another_user_are_not_used(
 
 def _of_user(of: os.stat_result, uid: int) -> Any:
     return SimpleNamespace(st_mode=of.st_mode, st_uid=uid)
+
+
+def test_a_group_of_this_process_may_write_and_no_other(
+    bed: Bed, empty_cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As where a volume is mounted for a group."""
+    bed.store().keep()
+    for path in (bed.folder.parent, bed.folder, *bed.files()):
+        path.chmod(path.stat().st_mode | 0o020)
+    monkeypatch.setattr(binaries.os, "getgroups", list)
+    with monkeypatch.context() as context:
+        context.setattr(binaries.os, "getegid", lambda: 4321)
+        assert bed.store().put_back() == 0
+    assert f"group {bed.folder.stat().st_gid} may write there" in caplog.text
+    monkeypatch.setattr(binaries.os, "getegid", lambda: bed.folder.stat().st_gid)
+    assert bed.store().put_back() == 2
 
 
 def test_nothing_is_written_through_a_link(bed: Bed, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -257,6 +294,17 @@ def test_those_that_were_used_least_lately_go(bed: Bed, monkeypatch: pytest.Monk
     monkeypatch.setattr(binaries, "MOST", 3)
     bed.store().keep()
     assert sorted(bed.folder.iterdir()) == sorted([*bed.files(), old[0]])
+
+
+def test_what_a_kill_left_behind_goes_after_a_while(bed: Bed) -> None:
+    bed.folder.mkdir(parents=True)
+    old, new = bed.folder / ".a.zip.1-2.tmp", bed.folder / ".b.zip.1-2.tmp"
+    for path in (old, new):
+        path.write_bytes(b"half")
+    os.utime(old, (1, 1))
+    bed.store().keep()
+    assert not old.exists()
+    assert new.exists(), "somebody may be writing it"
 
 
 def test_a_start_does_not_wait_for_long(bed: Bed, empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
