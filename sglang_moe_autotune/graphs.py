@@ -106,6 +106,11 @@ def _unlike(arguments: Any, model_runner: Any, graphs: list[Graphs]) -> Iterator
     for whole, name in parts:
         if (part := getattr(whole, name, None)) is not None and type(part).__name__ not in _SHOWN_PARTS:
             yield f"a hybrid model with {type(part).__name__}"
+    if quantised := getattr(getattr(model_runner, "model_config", None), "quantization", None):
+        yield f"weights in {quantised}"
+    cached, dtype = (getattr(model_runner, name, None) for name in ("kv_cache_dtype", "dtype"))
+    if cached != dtype:
+        yield f"a KV cache in {str(cached).removeprefix('torch.')}"
     if getattr(model_runner, "is_multimodal", False):
         yield "a multimodal model"
     if not getattr(model_runner, "is_generation", True):

@@ -351,7 +351,9 @@ class BreakableCudaGraphBackend:
 def scheduler(**changes: Any) -> Any:
     """A scheduler whose decode graphs can be captured again, as a server has it where that was shown."""
     arguments = {"attention_backend": "triton", "disaggregation_mode": "null", "offload_group_size": -1}
-    model = {"is_multimodal": False, "is_generation": True, "backend": FullCudaGraphBackend()}
+    model = {"is_multimodal": False, "is_generation": True, "backend": FullCudaGraphBackend(),
+             "kv_cache_dtype": torch.bfloat16, "dtype": torch.bfloat16,
+             "model_config": SimpleNamespace(quantization=None)}  # fmt: skip
     model |= {name: changes.pop(name) for name in set(changes) & {*model, "pool", "attention"}}
     runner = type("DecodeCudaGraphRunner", (), {})()
     vars(runner).update(buffer_registry=None, backend=model.pop("backend"), capture_bs=[1])
@@ -397,6 +399,8 @@ def test_a_server_like_the_shown_ones(changes: dict[str, Any]) -> None:
         ({"pool": named("HybridLinearKVPool", full_kv_pool="MLATokenToKVPool")}, "hybrid model with MLATokenToKVPool"),
         ({"attention": named("Hybrid", linear_attn_backend="Mamba2AttnBackend")}, "hybrid model with Mamba2Attn"),
         ({"backend": BreakableCudaGraphBackend()}, "decode graphs of BreakableCudaGraphBackend"),
+        ({"model_config": SimpleNamespace(quantization="fp8")}, "weights in fp8"),
+        ({"kv_cache_dtype": torch.float8_e4m3fn}, "a KV cache in float8_e4m3fn"),
         ({"is_multimodal": True}, "multimodal"),
         ({"is_generation": False}, "generates no text"),
     ],
