@@ -15,9 +15,9 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from sglang_moe_autotune import controls, fit, matrix, server_info
+from sglang_moe_autotune import controls, matrix, server_info, vetting
 from sglang_moe_autotune.contract import NEEDED
-from sglang_moe_autotune.settings import Settings
+from sglang_moe_autotune.settings import Settings, cache_root
 from sglang_moe_autotune.source import Source
 from sglang_moe_autotune.targets import (
     BATCH,
@@ -92,7 +92,7 @@ def register() -> None:
         return
     for warning in warnings:
         logger.warning("%s", warning)
-    if changed := _unfit():
+    if changed := _unfit(settings):
         from sglang_moe_autotune import releases  # noqa: PLC0415 - as below
 
         tested = [release.version for release in matrix.load().releases]
@@ -290,14 +290,14 @@ def _resolve(target: HookTarget) -> Any:
     return found
 
 
-def _unfit() -> list[str]:
+def _unfit(settings: Settings) -> list[str]:
     """What this SGLang lacks of what the plugin needs, nothing where it fits: the hooked functions as they are now,
-    and the rest of the contract in the source, which takes some 0.4 s. A source that cannot be read is no reason."""
+    and the rest of the contract in the source. A source that cannot be read is no reason."""
     if changed := [why for target in TARGETS if (why := _why_unusable(target))]:
         return changed
     folders: list[str] = list(importlib.import_module("sglang").__path__)
-    parts = fit.examine(Source(Path(folders[0]).parent), NEEDED)
-    return [why for part in parts.values() for why in part.lacks]
+    source = Source(Path(folders[0]).parent)
+    return vetting.lacks(cache_root(settings, os.environ), source, NEEDED, keep=settings.mode != "read-only")
 
 
 def _why_unusable(target: HookTarget) -> str | None:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import ast
+import contextlib
+import hashlib
+import io
 import warnings
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
@@ -34,6 +37,8 @@ class Source:
 
     def __init__(self, root: Path) -> None:
         self._root = root
+        self.read: dict[str, str] = {}
+        """SHA-256 of each module that was read so far, "" where there is none: what an answer rests on"""
         self._trees: dict[str, ast.Module | UnreadError | None] = {}
         self._attributes: dict[tuple[str, str], set[str] | None] = {}
 
@@ -49,11 +54,27 @@ class Source:
     def text(self, module: str) -> str:
         """The module's text, "" where there is none. Raises UnreadError."""
         try:
-            return self._path(module).read_text(encoding="utf-8")
+            return io.TextIOWrapper(io.BytesIO(self._content(module)), "utf-8").read()
         except FileNotFoundError:
             return ""
         except (OSError, UnicodeDecodeError) as error:
             raise UnreadError(f"{self._path(module)} cannot be read: {error}") from error
+
+    def digest(self, module: str) -> str:
+        """SHA-256 of the module's file as it is now, "" where there is none. Raises UnreadError."""
+        try:
+            with contextlib.suppress(FileNotFoundError):
+                self._content(module)
+        except OSError as error:
+            raise UnreadError(f"{self._path(module)} cannot be read: {error}") from error
+        return self.read[module]
+
+    def _content(self, module: str) -> bytes:
+        """Raises OSError."""
+        self.read[module] = ""
+        content = self._path(module).read_bytes()
+        self.read[module] = hashlib.sha256(content).hexdigest()
+        return content
 
     def _path(self, module: str) -> Path:
         path = self._root.joinpath(*module.split("."))
@@ -62,7 +83,7 @@ class Source:
     def _parse(self, module: str) -> ast.Module | UnreadError | None:
         path = self._path(module)
         try:
-            content = path.read_bytes()
+            content = self._content(module)
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # an odd escape in SGLang is not our user's concern
                 return ast.parse(content, str(path))

@@ -30,7 +30,7 @@ LAYERS: dict[str, Layer] = {
     ),
     **dict.fromkeys(("store", "record_file", "spares", "lock_file", "whole_file", "settings", "status"), "disk"),
     **dict.fromkeys(("leases", "post", "board", "hearing", "council", "ranks", "absence"), "disk"),
-    **dict.fromkeys(("switch", "deaths", "held", "inquest", "journal", "page"), "disk"),
+    **dict.fromkeys(("switch", "deaths", "held", "inquest", "journal", "page", "vetting"), "disk"),
     **dict.fromkeys(
         (
             "benchmark", "compiler", "compile_child", "launch", "layers", "releases", "correctness", "plugin",
