@@ -74,30 +74,30 @@ class Binaries:
         return count
 
     def keep(self, breathe: Callable[[], None] = no_breath) -> int:
-        """Keep those that this process has loaded for serving since the last call; how many were new."""
-        if self._folder is None or self._read_only:
-            return 0
+        """Keep those that this process has loaded for serving since the last call; how many were new. Never raises:
+        the first failure is told, and the last."""
         count = 0
-        for compiled in self._loaded():
-            digest = str(getattr(compiled, "hash", ""))
-            if digest in self._seen:
-                continue
-            breathe()
-            self._seen.add(digest)
-            try:
-                count += _HASH.fullmatch(digest) is not None and self._keep(digest, compiled)
-            except OSError as error:
-                self._read_only = True
-                logger.warning(
-                    "MoE autotune keeps no binaries in %s (%s): a start with an empty Triton cache compiles them.",
-                    *(self._folder, error),
-                )
-                return count
-        if count:
-            self._prune()
+        try:
+            for compiled in self._loaded():
+                digest = str(getattr(compiled, "hash", ""))
+                if digest not in self._seen:
+                    breathe()
+                    self._seen.add(digest)
+                    count += _HASH.fullmatch(digest) is not None and self._keep(digest, compiled)
+            if count:
+                self._prune()
+        except Exception as error:
+            self._read_only = True
+            logger.warning(
+                "MoE autotune keeps no binaries in %s (%s): a start with an empty Triton cache compiles them.",
+                *(self._folder, error),
+                exc_info=not isinstance(error, OSError),
+            )
         return count
 
     def _loaded(self) -> Iterator[Any]:
+        if self._folder is None or self._read_only:
+            return
         for kernel in self._kernels:
             for caches in list(kernel.device_caches.values()):
                 yield from list(caches[0].values())

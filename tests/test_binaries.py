@@ -285,6 +285,15 @@ def test_a_folder_that_cannot_be_written_is_told_once(bed: Bed, caplog: pytest.L
     assert caplog.text.count("keeps no binaries") == 1
 
 
+def test_a_triton_that_holds_them_another_way_is_told_once(bed: Bed, caplog: pytest.LogCaptureFixture) -> None:
+    for one in bed.kernel.device_caches[0][0].values():
+        del one.metadata_group
+    store = bed.store()
+    assert (store.keep(), store.keep()) == (0, 0)
+    assert caplog.text.count("keeps no binaries") == 1
+    assert "metadata_group" in caplog.text
+
+
 def test_those_that_were_used_least_lately_go(bed: Bed, monkeypatch: pytest.MonkeyPatch) -> None:
     bed.folder.mkdir(parents=True)
     old = [bed.folder / f"{i:064x}.zip" for i in range(3)]
