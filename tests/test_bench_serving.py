@@ -292,7 +292,7 @@ def test_a_probe_that_reports_a_fault_ends_the_run_with_its_word(
     monkeypatch.setattr(probe, "_answer", lambda path, _: answer(path, {"error": "KeyError: planted"}))
     code, found = run(tmp_path, "--part", "steady")
     assert code == 1
-    assert "could not do memory: KeyError: planted" in found["faults"]["one server"]
+    assert "could not do renew: KeyError: planted" in found["faults"]["one server"]
 
 
 def test_a_part_that_fails_does_not_take_the_others_along(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

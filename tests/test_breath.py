@@ -88,6 +88,7 @@ def serving(folder: Path) -> Any:
     refused = tuple(held.Held(one, "it was slow", 64, 0.0) for one in candidates)
     found.device.provider.quarantine = SimpleNamespace(held=refused)
     found.device.environment = v.H200
+    found.device.binaries = None
     found.root, found.settings, found.metrics = folder, Settings(), None
     found.hooks, found.since_unix_s, found.mark = dict, 0.0, None
     found.watch = SimpleNamespace(quantile_us=float, longest_us=0.0, longest_did="", broken=0, pauses=0)
