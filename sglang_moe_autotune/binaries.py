@@ -112,7 +112,7 @@ class Binaries:
         if not all(at.is_file() for at in group.values()):
             return False  # Triton's cache was emptied meanwhile
         text = io.BytesIO()
-        with zipfile.ZipFile(text, "w", zipfile.ZIP_DEFLATED) as packed:
+        with zipfile.ZipFile(text, "w") as packed:  # as they are: to compress one would take a core for milliseconds
             for name, at in sorted(group.items()):
                 packed.writestr(name, at.read_bytes())
         self._folder.parent.parent.mkdir(parents=True, exist_ok=True)
