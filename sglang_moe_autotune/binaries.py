@@ -83,9 +83,9 @@ class Binaries:
                 if digest not in self._seen:
                     breathe()
                     self._seen.add(digest)
-                    count += _HASH.fullmatch(digest) is not None and self._keep(digest, compiled)
+                    count += _HASH.fullmatch(digest) is not None and self._keep(digest, compiled, breathe)
             if count:
-                self._prune()
+                self._prune(breathe)
         except Exception as error:
             self._read_only = True
             logger.warning(
@@ -102,7 +102,7 @@ class Binaries:
             for caches in list(kernel.device_caches.values()):
                 yield from list(caches[0].values())
 
-    def _keep(self, digest: str, compiled: Any) -> bool:
+    def _keep(self, digest: str, compiled: Any, breathe: Callable[[], None]) -> bool:
         assert self._folder is not None  # noqa: S101 - asked by the caller
         path = self._folder / (digest + _ENDING)
         if _unpacked(path):
@@ -114,12 +114,15 @@ class Binaries:
         text = io.BytesIO()
         with zipfile.ZipFile(text, "w") as packed:  # as they are: to compress one would take a core for milliseconds
             for name, at in sorted(group.items()):
+                breathe()
                 packed.writestr(name, at.read_bytes())
+        breathe()
         self._folder.parent.parent.mkdir(parents=True, exist_ok=True)
         for folder in (self._folder.parent, self._folder):  # whatever the umask
             folder.mkdir(0o755, exist_ok=True)
         if why := self._distrust():
             raise PermissionError(why)
+        breathe()
         whole_file.replace(path, text.getvalue())
         path.chmod(0o644)  # as above
         return True
@@ -132,7 +135,7 @@ class Binaries:
             if why := self._distrust():
                 logger.warning("MoE autotune uses no binaries of the store, so they are compiled again: %s.", why)
                 return []
-            found = [path for path in self._folder.iterdir() if path.suffix == _ENDING and _HASH.fullmatch(path.stem)]
+            found = [path for path in self._folder.iterdir() if _is_entry(path)]
         except FileNotFoundError:
             return []
         return sorted(found, key=_used_s, reverse=True)[:MOST]
@@ -158,14 +161,24 @@ class Binaries:
         manager.put_group(next(name for name in files if name.endswith(_METADATA)), group)
         return True
 
-    def _prune(self) -> None:
+    def _prune(self, breathe: Callable[[], None]) -> None:
         assert self._folder is not None  # noqa: S101 - asked by the caller
+        kept: list[tuple[float, str]] = []
         with contextlib.suppress(OSError):
-            for path in sorted(self._folder.glob("*" + _ENDING), key=_used_s, reverse=True)[MOST:]:
-                path.unlink(missing_ok=True)
-            for path in self._folder.glob(".*.tmp"):  # of a process that was killed while it wrote
-                if time.time() - _used_s(path) > _LEFT_OVER_S:
-                    path.unlink(missing_ok=True)
+            for name in os.listdir(self._folder):  # noqa: PTH208 - paths take 40 lines each
+                breathe()
+                path = self._folder / name
+                if _is_entry(path):
+                    kept.append((_used_s(path), name))
+                elif whole_file.is_temporary(name) and time.time() - _used_s(path) > _LEFT_OVER_S:
+                    path.unlink(missing_ok=True)  # of a process that was killed while it wrote
+            for _, name in sorted(kept, reverse=True)[MOST:]:
+                breathe()
+                (self._folder / name).unlink(missing_ok=True)
+
+
+def _is_entry(path: Path) -> bool:
+    return path.suffix == _ENDING and _HASH.fullmatch(path.stem) is not None
 
 
 def _used_s(path: Path) -> float:

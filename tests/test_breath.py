@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import time
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -172,7 +173,37 @@ def confer(folder: Path) -> Callable[[], object]:
     return turn
 
 
-WORKS = [encode, decode, merge, update, keep_trials, tell_status, describe, observe, sweep, read_journals, confer]
+def keep_binaries(folder: Path) -> Callable[[], object]:
+    """Some of 100 loaded ones are new, and the folder is about to be full."""
+    binaries = pytest.importorskip("sglang_moe_autotune.binaries", reason="needs Triton")
+    kernel = SimpleNamespace(__name__="kernel", device_caches={0: ({}, {}, None, None, None)})
+
+    def load(number: int) -> None:
+        digest = f"{number:064x}"
+        (folder / digest).mkdir()
+        group = {name: folder / digest / name for name in ("kernel.json", "kernel.cubin")}
+        group["kernel.json"].write_text(json.dumps({"hash": digest, "name": "kernel"}))
+        group["kernel.cubin"].write_bytes(bytes(range(256)) * 256)
+        named = {name: str(path) for name, path in group.items()}
+        kernel.device_caches[0][0][number] = SimpleNamespace(
+            hash=digest, kernel=group["kernel.cubin"].read_bytes(), metadata_group=named
+        )
+
+    for number in range(90):
+        load(number)
+    kept = binaries.Binaries(folder, "environment", (kernel,))
+    assert kept.keep() == 90
+    for number in range(binaries.MOST - 90):
+        (folder / binaries.FOLDER / "environment" / f"{1 << 20 | number:064x}.zip").write_bytes(b"of another start")
+    for number in range(90, 100):
+        load(number)
+    return lambda: kept.keep(Breath())
+
+
+WORKS = [
+    encode, decode, merge, update, keep_trials, tell_status, describe, observe, sweep, read_journals, confer,
+    keep_binaries,
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("work", WORKS, ids=lambda work: work.__name__)
