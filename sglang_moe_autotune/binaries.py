@@ -26,7 +26,7 @@ from sglang_moe_autotune import whole_file
 from sglang_moe_autotune.breath import no_breath
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
 logger = logging.getLogger("sglang.moe_autotune")
 
@@ -40,8 +40,10 @@ PUT_BACK_S: Final = 0.5
 _LEFT_OVER_S: Final = 3600.0
 _ENDING: Final = ".zip"
 _METADATA: Final = ".json"
-_PARTS: Final = (_METADATA, ".cubin", ".hsaco")
+_BINARY: Final = (".cubin", ".hsaco")
+_PARTS: Final = (_METADATA, *_BINARY)
 """files of an entry without which nothing can be launched, by their endings"""
+_METHODS: Final = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
 _HASH: Final = re.compile(r"[0-9a-f]{64}")
 _NAME: Final = re.compile(r"\w[\w.-]{0,200}", re.ASCII)
 
@@ -210,21 +212,35 @@ def _unpacked(path: Path) -> dict[str, bytes]:
             return {}
         with zipfile.ZipFile(io.BytesIO(read[0])) as packed:
             parts = packed.infolist()
-            if sum(part.file_size for part in parts) > MOST_BYTES:
+            told_bytes = sum(part.file_size for part in parts)
+            # zipfile unpacks the other methods whole, whatever size the part states
+            if told_bytes > MOST_BYTES or any(part.compress_type not in _METHODS for part in parts):
                 return {}
-            files = {part.filename: packed.read(part) for part in parts}
+            files = {part.filename: _part(packed, part) for part in parts}
     except (OSError, ValueError, EOFError, NotImplementedError, RuntimeError, zipfile.BadZipFile, zlib.error):
         return {}
-    named = [name for name in files if name.endswith(_METADATA)]
-    if len(parts) != len(_PARTS) - 1 or len(named) != 1 or not all(map(_NAME.fullmatch, files)):
-        return {}
-    return files if _hash_of(files[named[0]]) == path.stem and all(name.endswith(_PARTS) for name in files) else {}
+    return files if len(parts) == len(files) and _is_whole(files, path.stem) else {}
+
+
+def _part(packed: zipfile.ZipFile, part: zipfile.ZipInfo) -> bytes:
+    """Without the size, zipfile would unpack all that is there, a thousand times what was read, and cut it then."""
+    with packed.open(part) as file:
+        return file.read(part.file_size + 1)
+
+
+def _is_whole(files: Mapping[str, bytes], digest: str) -> bool:
+    """Are these the metadata of this entry and one binary? Triton raises at the launch of anything less."""
+    metadata = [name for name in files if name.endswith(_METADATA)]
+    binary = [name for name in files if name.endswith(_BINARY)]
+    if len(files) != len(metadata) + len(binary) or not all(map(_NAME.fullmatch, files)):
+        return False
+    return len(metadata) == len(binary) == 1 and _hash_of(files[metadata[0]]) == digest
 
 
 def _hash_of(metadata: bytes) -> object:
     """As Triton wrote it there."""
     try:
         told = json.loads(metadata)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return told.get("hash") if isinstance(told, dict) else None

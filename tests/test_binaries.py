@@ -5,7 +5,9 @@ from __future__ import annotations
 import importlib
 import io
 import os
+import struct
 import sys
+import tracemalloc
 import zipfile
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -193,6 +195,30 @@ def with_a_list(path: Path) -> None:
     repacked(path, lambda files: {**files, "add.json": b"[]"})
 
 
+def too_deep(path: Path) -> None:
+    repacked(path, lambda files: {**files, "add.json": b"[" * 100_000})
+
+
+def twice_its_metadata(path: Path) -> None:
+    with zipfile.ZipFile(path) as packed:
+        metadata = packed.read("add.json")
+    text = io.BytesIO()
+    with pytest.warns(UserWarning, match="Duplicate name"), zipfile.ZipFile(text, "w") as packed:
+        packed.writestr("add.json", metadata)
+        packed.writestr("add.json", metadata)
+    path.write_bytes(text.getvalue())
+
+
+def in_another_method(path: Path) -> None:
+    with zipfile.ZipFile(path) as packed:
+        files = {name: packed.read(name) for name in packed.namelist()}
+    text = io.BytesIO()
+    with zipfile.ZipFile(text, "w", zipfile.ZIP_LZMA) as packed:
+        for name, data in files.items():
+            packed.writestr(name, data)
+    path.write_bytes(text.getvalue()[:60] + bytes(8) + text.getvalue()[68:])
+
+
 def a_pipe(path: Path) -> None:
     path.unlink()
     os.mkfifo(path)
@@ -200,7 +226,7 @@ def a_pipe(path: Path) -> None:
 
 FAULTS = [
     of_another, without_words, with_a_list, a_pipe, damaged, cut, emptied, others_may_write, linked, out_of_the_folder,
-    without_its_binary, with_more, too_large,
+    without_its_binary, with_more, too_large, too_deep, twice_its_metadata, in_another_method,
 ]  # fmt: skip
 
 
@@ -218,6 +244,23 @@ def test_one_that_is_not_whole_or_not_to_be_trusted_is_compiled_and_kept_again(
     assert bed.store().keep() == 1
     monkeypatch.setenv("TRITON_CACHE_DIR", str(empty_cache / "third"))
     assert bed.store().put_back() == 2
+
+
+@pytest.mark.parametrize("method", [zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA])
+def test_a_part_that_is_larger_than_it_says_takes_no_memory(tmp_path: Path, method: int) -> None:
+    path, says, has_bytes = tmp_path / ("a" * 64 + ".zip"), 3000, 256 << 20
+    with zipfile.ZipFile(path, "w", method) as packed:
+        packed.writestr("add.cubin", bytes(has_bytes))
+    text = bytearray(path.read_bytes())
+    struct.pack_into("<I", text, text.rfind(b"PK\x01\x02") + 24, says)
+    path.write_bytes(text)
+    path.chmod(0o644)
+    tracemalloc.start()
+    try:
+        assert not binaries._unpacked(path)
+        assert tracemalloc.get_traced_memory()[1] < has_bytes / 8
+    finally:
+        tracemalloc.stop()
 
 
 @pytest.mark.parametrize("level", ["environment", "binaries"])
