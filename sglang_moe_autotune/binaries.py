@@ -108,25 +108,30 @@ class Binaries:
         assert self._folder is not None  # noqa: S101 - asked by the caller
         path = self._folder / (digest + _ENDING)
         if _unpacked(path):
-            os.utime(path, follow_symlinks=False)
+            with contextlib.suppress(OSError):  # an image's, root's, or another process has just removed it
+                os.utime(path, follow_symlinks=False)
             return False
-        group = {name: Path(at) for name, at in compiled.metadata_group.items() if name.endswith(_PARTS)}
-        if not all(at.is_file() for at in group.values()):
-            return False  # Triton's cache was emptied meanwhile
+        files = _files_of(compiled, breathe)
+        if not _is_whole(files, digest):
+            return False
         text = io.BytesIO()
         with zipfile.ZipFile(text, "w") as packed:  # as they are: to compress one would take a core for milliseconds
-            for name, at in sorted(group.items()):
+            for name, data in sorted(files.items()):
                 breathe()
-                packed.writestr(name, at.read_bytes())
+                packed.writestr(name, data)
         breathe()
         self._folder.parent.parent.mkdir(parents=True, exist_ok=True)
         for folder in (self._folder.parent, self._folder):  # whatever the umask
             folder.mkdir(0o755, exist_ok=True)
-        if why := self._distrust():
-            raise PermissionError(why)
         breathe()
-        whole_file.replace(path, text.getvalue())
-        path.chmod(0o644)  # as above
+        try:
+            if why := self._distrust():
+                raise PermissionError(why)
+            whole_file.replace(path, text.getvalue())
+        except (IsADirectoryError, FileNotFoundError):  # somebody's, or the folder is being removed
+            return False
+        with contextlib.suppress(OSError):  # a file system without modes; who reads it looks at what it has
+            path.chmod(0o644)  # as above
         return True
 
     def _kept(self) -> list[Path]:
@@ -202,6 +207,20 @@ def _distrusted(of: os.stat_result) -> str:
     if of.st_mode & stat.S_IWGRP and of.st_gid not in {os.getegid(), *os.getgroups()}:
         return f"group {of.st_gid} may write there"
     return ""
+
+
+def _files_of(compiled: Any, breathe: Callable[[], None]) -> dict[str, bytes]:
+    """What Triton's cache has of a loaded kernel; empty where that is gone, or other than what runs."""
+    files = {}
+    try:
+        for name, at in compiled.metadata_group.items():
+            if name.endswith(_PARTS):
+                breathe()
+                files[name] = Path(at).read_bytes()
+    except OSError:
+        return {}
+    size_bytes = sum(map(len, files.values()))
+    return files if compiled.kernel in files.values() and size_bytes <= MOST_BYTES else {}
 
 
 def _unpacked(path: Path) -> dict[str, bytes]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import io
 import os
+import shutil
 import struct
 import sys
 import tracemalloc
@@ -203,9 +204,10 @@ def twice_its_metadata(path: Path) -> None:
     with zipfile.ZipFile(path) as packed:
         metadata = packed.read("add.json")
     text = io.BytesIO()
-    with pytest.warns(UserWarning, match="Duplicate name"), zipfile.ZipFile(text, "w") as packed:
+    with zipfile.ZipFile(text, "w") as packed:
         packed.writestr("add.json", metadata)
-        packed.writestr("add.json", metadata)
+        with pytest.warns(UserWarning, match="Duplicate name"):
+            packed.writestr("add.json", metadata)
     path.write_bytes(text.getvalue())
 
 
@@ -335,6 +337,64 @@ def test_a_triton_that_holds_them_another_way_is_told_once(bed: Bed, caplog: pyt
     assert (store.keep(), store.keep()) == (0, 0)
     assert caplog.text.count("keeps no binaries") == 1
     assert "metadata_group" in caplog.text
+
+
+def refusal(*_: Any, **__: Any) -> None:
+    raise PermissionError(1, "Operation not permitted")
+
+
+def test_one_that_root_put_there_does_not_keep_others_away(bed: Bed, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only its owner may note its use."""
+    bed.store().keep()
+    bed.files()[1].unlink()
+    monkeypatch.setattr(binaries.os, "utime", refusal)
+    assert bed.store().keep() == 1
+    assert bed.files()[1].exists()
+
+
+def test_a_file_system_without_modes_keeps_all(bed: Bed, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(binaries.Path, "chmod", refusal)
+    assert bed.store().keep() == 2
+
+
+def test_a_folder_in_the_place_of_one_does_not_keep_others_away(bed: Bed) -> None:
+    (bed.files()[0] / "with something").mkdir(parents=True)
+    bed.folder.chmod(0o755)
+    store = bed.store()
+    assert store.keep() == 1
+    assert bed.files()[1].is_file()
+
+
+def test_a_folder_that_is_removed_meanwhile_does_not_keep_others_away(
+    bed: Bed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replace, removed = binaries.whole_file.replace, []
+
+    def remove(path: Path, text: bytes) -> Any:
+        if not removed:
+            removed.append(path)
+            shutil.rmtree(bed.root)
+        return replace(path, text)
+
+    monkeypatch.setattr(binaries.whole_file, "replace", remove)
+    assert bed.store().keep() == 1
+    assert bed.files()[1].is_file()
+
+
+def test_one_without_its_binary_is_not_kept(bed: Bed) -> None:
+    """A start would find it, refuse it, and keep it again."""
+    for held in bed.kernel.device_caches[0][0].values():
+        del held.metadata_group["add.cubin"]
+    assert bed.store().keep() == 0
+    assert not list(bed.root.rglob("*.zip"))
+
+
+def test_what_was_not_loaded_is_not_kept(bed: Bed, tmp_path: Path) -> None:
+    """As after a crash of the machine, which leaves files of Triton's cache empty."""
+    for path in (tmp_path / "cache").rglob("add.cubin"):
+        path.write_bytes(path.read_bytes()[:-8])
+    assert bed.store().keep() == 0
+    assert not list(bed.root.rglob("*.zip"))
 
 
 def test_those_that_were_used_least_lately_go(bed: Bed, monkeypatch: pytest.MonkeyPatch) -> None:
