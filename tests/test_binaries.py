@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import importlib
 import io
+import json
 import os
 import shutil
 import struct
 import sys
 import tracemalloc
 import zipfile
+from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -21,13 +23,12 @@ import torch
 import triton
 from test_compiler import prepare
 from triton.backends.compiler import GPUTarget
+from triton.runtime.cache import FileCacheManager
 
 from sglang_moe_autotune import binaries, compile_child, launch
 from sglang_moe_autotune.binaries import Binaries
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from scheduler_process import SchedulerProcess
 
 KEY = "nvidia-h200-triton-0-abc"
@@ -424,6 +425,39 @@ def test_a_start_does_not_wait_for_long(bed: Bed, empty_cache: Path, monkeypatch
     bed.store().keep()
     monkeypatch.setattr(binaries, "PUT_BACK_S", -1.0)
     assert bed.store().put_back() == 0
+
+
+def group_of_triton_3_6(self: Any, filename: str) -> dict[str, str] | None:
+    """Raises for a damaged one, and has those files that are left."""
+    path = Path(self.cache_dir) / f"__grp__{filename}"
+    if not path.exists():
+        return None
+    paths = json.loads(path.read_text())["child_paths"]
+    return {name: at for name, at in paths.items() if Path(at).exists()}
+
+
+def without_a_word(group: Path) -> None:
+    group.write_bytes(b"")
+
+
+def with_its_binary_removed(group: Path) -> None:
+    (group.parent / "add.cubin").unlink()
+
+
+@pytest.mark.parametrize("damage", [without_a_word, with_its_binary_removed])
+def test_an_entry_of_triton_s_that_is_damaged_is_put_back(
+    bed: Bed, empty_cache: Path, damage: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after a crash of the machine, or where old files of a temporary folder are removed one by one."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(empty_cache.parent / "cache"))
+    bed.store().keep()
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(empty_cache))
+    monkeypatch.setattr(FileCacheManager, "get_group", group_of_triton_3_6)
+    assert bed.store().put_back() == 2
+    for group in empty_cache.rglob("__grp__*"):
+        damage(group)
+    assert bed.store().put_back() == 2
+    assert hits(bed) == [True, True]
 
 
 def test_a_cache_that_fails_does_not_end_a_start(
