@@ -20,6 +20,7 @@ import zlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from triton import knobs
 from triton.runtime.cache import get_cache_manager
 
 from sglang_moe_autotune import whole_file
@@ -98,8 +99,8 @@ class Binaries:
         return count
 
     def _loaded(self) -> Iterator[Any]:
-        if self._folder is None or self._read_only:
-            return
+        if self._folder is None or self._read_only or knobs.compilation.override:
+            return  # Triton names what TRITON_KERNEL_OVERRIDE puts in a kernel's place as that kernel
         for kernel in self._kernels:
             for caches in list(kernel.device_caches.values()):
                 yield from list(caches[0].values())

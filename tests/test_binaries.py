@@ -383,6 +383,13 @@ def test_a_folder_that_is_removed_meanwhile_does_not_keep_others_away(
     assert bed.files()[1].is_file()
 
 
+def test_what_a_user_put_in_the_place_of_a_kernel_is_not_kept(bed: Bed, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton's hash of it is that of the kernel, which servers without the override would find."""
+    monkeypatch.setenv("TRITON_KERNEL_OVERRIDE", "1")
+    assert bed.store().keep() == 0
+    assert not bed.root.exists()
+
+
 def test_one_without_its_binary_is_not_kept(bed: Bed) -> None:
     """A start would find it, refuse it, and keep it again."""
     for held in bed.kernel.device_caches[0][0].values():
