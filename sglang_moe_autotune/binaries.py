@@ -79,7 +79,7 @@ class Binaries:
     def keep(self, breathe: Callable[[], None] = no_breath) -> int:
         """Keep those that this process has loaded for serving since the last call; how many were new. Never raises:
         the first failure is told, and the last."""
-        count = 0
+        count, known = 0, len(self._seen)
         try:
             for compiled in self._loaded():
                 digest = str(getattr(compiled, "hash", ""))
@@ -87,7 +87,7 @@ class Binaries:
                     breathe()
                     self._seen.add(digest)
                     count += _HASH.fullmatch(digest) is not None and self._keep(digest, compiled, breathe)
-            if count:
+            if len(self._seen) > known:  # also where all are kept already, or a kill's leftovers would stay for good
                 self._prune(breathe)
         except Exception as error:
             self._read_only = True
@@ -177,6 +177,8 @@ class Binaries:
         assert self._folder is not None  # noqa: S101 - asked by the caller
         kept: list[tuple[float, str]] = []
         with contextlib.suppress(OSError):
+            if self._distrust():
+                return
             for name in os.listdir(self._folder):  # noqa: PTH208 - paths take 40 lines each
                 breathe()
                 path = self._folder / name

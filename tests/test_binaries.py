@@ -426,6 +426,18 @@ def test_what_a_kill_left_behind_goes_after_a_while(bed: Bed) -> None:
     bed.store().keep()
     assert not old.exists()
     assert new.exists(), "somebody may be writing it"
+    os.utime(new, (1, 1))
+    assert bed.store().keep() == 0
+    assert not new.exists(), "a start after which all were kept already"
+
+
+def test_nothing_is_removed_from_a_folder_of_others(bed: Bed, monkeypatch: pytest.MonkeyPatch) -> None:
+    bed.store().keep()
+    (bed.root / binaries.FOLDER).rename(bed.root / "mine")
+    (bed.root / binaries.FOLDER).symlink_to(bed.root / "mine")
+    monkeypatch.setattr(binaries, "MOST", 0)
+    assert bed.store().keep() == 0
+    assert all(path.exists() for path in bed.files())
 
 
 def test_a_start_does_not_wait_for_long(bed: Bed, empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
