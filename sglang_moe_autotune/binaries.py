@@ -69,8 +69,12 @@ class Binaries:
                 if time.perf_counter() - begun_s > PUT_BACK_S:
                     break
                 count += self._put_back(path)
-        except Exception:
-            logger.warning("MoE autotune could not use the binaries in %s.", self._folder, exc_info=True)
+        except Exception as error:
+            logger.warning(
+                "MoE autotune could not use the binaries in %s (%s), so they are compiled again.",
+                *(self._folder, error),
+                exc_info=not isinstance(error, OSError),
+            )
         if count:
             taken_ms = 1e3 * (time.perf_counter() - begun_s)
             logger.info("MoE autotune put %d kept binaries into Triton's cache in %.0f ms.", count, taken_ms)

@@ -492,6 +492,20 @@ def test_a_cache_that_fails_does_not_end_a_start(
     assert "could not use the binaries" in caplog.text
 
 
+@pytest.mark.parametrize("place", ["store", "fresh"])
+def test_a_file_in_a_folder_s_place_takes_one_line(
+    bed: Bed, empty_cache: Path, place: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of the store's folder and of Triton's."""
+    bed.store().keep()
+    shutil.rmtree(bed.root.with_name(place))
+    bed.root.with_name(place).write_text("no folder")
+    assert bed.store().put_back() == 0
+    (told,) = caplog.records
+    assert "could not use the binaries" in told.message
+    assert not told.exc_info
+
+
 def test_without_a_folder_nothing_is_kept(bed: Bed) -> None:
     nowhere = Binaries(None, KEY, (bed.kernel,))
     assert (nowhere.keep(), nowhere.put_back()) == (0, 0)
