@@ -78,17 +78,24 @@ class Starts:
         def one(kind: str, port: int) -> None:
             try:
                 self._start(kind, port, told, together)
-            except (OSError, RuntimeError) as error:
-                faults[kind] = str(error)[-2000:]
+            except Exception as error:  # noqa: BLE001 - told, and the others end too
+                faults[kind] = (str(error) or repr(error))[-2000:]
                 together.abort()
 
-        # A server dies with the thread that began it, so each thread lives as long as its server.
+        # A server dies with the thread that began it, so each thread lives as long as its server. One that is still
+        # starting when the time is over dies with the script, which does not wait for it.
         base = self.options.port + number * PORTS * len(KINDS)
-        threads = [threading.Thread(target=one, args=(kind, base + PORTS * i)) for i, kind in enumerate(order)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        threads = [
+            threading.Thread(target=one, args=(kind, base + PORTS * i), daemon=True) for i, kind in enumerate(order)
+        ]
+        try:
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+        except BaseException:  # the clock's, or that of a SIGTERM
+            together.abort()
+            raise
         if counts:
             self.found["rounds"].append({kind: told[kind] for kind in kinds if kind in told})
         self.parts.write()

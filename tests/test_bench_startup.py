@@ -14,6 +14,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "scripts"))
 
 import bench_startup
+import gpu_parts
 from bench_startup import AGAINST, KINDS, PLUGIN_COLD, PLUGIN_STORE, PLUGIN_WARM, STOCK_COLD, STOCK_WARM
 
 SECONDS = {STOCK_COLD: 9.0, PLUGIN_COLD: 9.5, PLUGIN_STORE: 10.4, STOCK_WARM: 4.0, PLUGIN_WARM: 4.75}
@@ -129,6 +130,42 @@ def test_a_server_that_does_not_start_is_told_and_ends_the_run(run: Any) -> None
     assert "plugin-store: the server is not healthy after 1 s: planted" in found["faults"]["round 1"]
     assert len(MadeUp.started) == 2 + 5
     assert sorted(MadeUp.ended) == sorted(one["kind"] for one in MadeUp.started if one["kind"] != PLUGIN_STORE)
+
+
+def test_a_fault_of_any_kind_is_told(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others would wait for it for minutes, and a round without it would count."""
+    monkeypatch.setattr(bench_startup, "rows_at_start", lambda _: {}["no line"])
+    monkeypatch.setattr(bench_startup, "TOGETHER_S", 20.0)
+    begun = time.monotonic()
+    code, found = run()
+    assert code == 1
+    assert "no line" in found["faults"]["not counted"]
+    assert time.monotonic() - begun < 10
+
+
+def test_when_the_time_is_over_no_server_is_waited_for(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of the two is ready, and the other one does not come."""
+    comes, before = threading.Event(), {*threading.enumerate()}
+
+    class Late(MadeUp):
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            if self.kind == PLUGIN_WARM:
+                comes.wait(60)
+
+    monkeypatch.setattr(gpu_parts, "_LAST_WORD_S", 0.0)
+    monkeypatch.setattr(sys.modules[__name__], "MadeUp", Late)
+    try:
+        code, found = run("--budget-s", "1.5")
+        assert code == 1
+        assert "the time is over" in found["faults"]["not counted"]
+        ended_s = time.monotonic() + 10
+        while MadeUp.ended != [STOCK_WARM] and time.monotonic() < ended_s:
+            time.sleep(0.01)
+        assert MadeUp.ended == [STOCK_WARM], "it does not wait for the other one"
+        assert all(thread.daemon for thread in {*threading.enumerate()} - before)
+    finally:
+        comes.set()
 
 
 def test_rounds_for_which_no_time_is_left_are_left_out(run: Any) -> None:
