@@ -125,7 +125,8 @@ def _lines(account: Account) -> Iterable[str]:
     if settled := sum(told.settled for told in account.passed):
         yield f"{settled} M settled before"
     for gpu, mine in account.gpus.items():
-        yield f"GPU {gpu} ({mine['device_name'] or 'not reached'}): {mine['gpu_s']:.1f} s of device time"
+        if mine["device_name"]:  # one that was not reached is named by the error below
+            yield f"GPU {gpu} ({mine['device_name']}): {mine['gpu_s']:.1f} s of device time"
 
 
 def line(told: Any) -> str | None:

@@ -158,11 +158,14 @@ def forget_command(
 
 def _loss(owner: MoeShape, lost: Iterable[Record]) -> str:
     lost = list(lost)
-    pinned = sum(r.source == "pinned" for r in lost)
-    real = [r for r in lost if r.source != "replayed"]
-    gains = [r.evidence.gain for r in real if r.verdict == "faster"]
-    cost = sum(r.evidence.gpu_s for r in real)
-    best = f", gains up to {100 * max(gains):.1f} %" if gains else ""
-    pins = f", {pinned} pinned" if pinned else ""
-    pins += f", {len(lost) - len(real)} replayed" if len(real) < len(lost) else ""
-    return f"{owner.slug} loses:\n  {edit.rows_of(len(lost))}, {cost:.1f} GPU seconds of measuring{best}{pins}"
+    measured = [r for r in lost if r.source == "learned"]
+    gains = [r.evidence.gain for r in measured if r.verdict == "faster"]
+    words = [edit.rows_of(len(lost))]
+    if measured:
+        words.append(f"{sum(r.evidence.gpu_s for r in measured):.1f} GPU seconds of measuring")
+    if gains:
+        words.append(f"gains up to {100 * max(gains):.1f} %")
+    for source in ("pinned", "imported", "replayed"):
+        if count := sum(r.source == source for r in lost):
+            words.append(f"{count} {source}")
+    return f"{owner.slug} loses:\n  {', '.join(words)}"

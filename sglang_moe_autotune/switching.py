@@ -49,7 +49,7 @@ _SAYS: dict[switch.Level, str] = {
 
 def _turn(folder: Path | None, level: switch.Level, *, as_json: bool) -> None:
     root = shell.root(folder)
-    nobody = f"No server writes to {root}: if yours runs, name its folder with --dir or SGLANG_MOE_AUTOTUNE_DIR"
+    nobody = f"no server writes to {root}: if yours runs, name its folder with --dir or SGLANG_MOE_AUTOTUNE_DIR"
     # A typo must not look like a switch that was thrown.
     if not root.is_dir():
         raise NothingFound(f"{nobody}. There is no such folder, and nothing was written.")

@@ -282,6 +282,12 @@ def test_forget_says_what_is_lost_and_asks(path: Path, answer: str, kept: bool) 
     assert (MANY, 16) in read(path).records
 
 
+def test_forget_counts_no_measuring_for_what_nobody_measured(path: Path) -> None:
+    shell(f"pin E128 512 --up '{PAIR}'")
+    result = shell("forget E128 512 --yes")
+    assert "loses:\n  1 row, 1 pinned\n" in result.stderr
+
+
 def test_without_m_the_whole_shape_goes(path: Path) -> None:
     assert shell("forget E128 --yes --json").exit_code == 0
     assert {shape for shape, _ in read(path).records} == {FP8}

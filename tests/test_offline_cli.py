@@ -160,6 +160,14 @@ def test_a_worker_that_dies_keeps_its_records_and_ends_with_3(
     assert len(store.read(autotune_folder / store.file_name(H200)).records) == 1
 
 
+@pytest.mark.usefixtures("autotune_folder")
+def test_where_no_gpu_is_reached_the_error_stands_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(crew, "COMMAND", ("-c", "raise SystemExit('no GPU is visible to this process')"))
+    result = run(tune, SHAPE.slug, "--m", "8")
+    assert (result.exit_code, result.stdout) == (3, "")
+    assert "no GPU is visible to this process" in result.stderr
+
+
 def test_a_dry_run_starts_nothing(monkeypatch: pytest.MonkeyPatch, autotune_folder: Path) -> None:
     monkeypatch.setattr(crew, "COMMAND", ("-c", "raise SystemExit('started')"))
     result = run(tune, SHAPE.slug, "--m", "8,64", "--dry-run")

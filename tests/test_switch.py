@@ -95,7 +95,7 @@ def test_off_where_no_server_runs_is_set_for_the_next_one_and_says_that_nothing_
     fill(autotune_folder)
     done = shell("off")
     assert done.exit_code == 1
-    assert f"No server writes to {autotune_folder}" in done.stderr
+    assert f"Error: no server writes to {autotune_folder}" in done.stderr
     assert "nothing is tuned" not in done.stdout
     assert switch.read(autotune_folder) == "off"
     assert json.loads(shell("off --json").stdout)["servers"] == 0
