@@ -177,6 +177,21 @@ def test_graphs_captured_again(pool: str, column: int) -> None:
         assert re.findall(r"[\d.]+(?=(?: and [\d.]+)?(?: us|,| down|$| and))", cells(page, line)[column])[:4] == numbers
 
 
+def test_the_life_of_a_miss() -> None:
+    page, of = "docs/measured.md", recorded("recapture")
+    stages = ("heuristic", "tuned, graphs as before", "re-captured", "restarted")
+    for line, name, digits in (
+        ("decode step of 16 requests, graph", "decode step, batch of 16, graph", 2),
+        ("prefill of 1,024 tokens, graph", "prefill 1024, graph", 1),
+        ("prefill of 3,000 tokens, eager", "prefill 3000, eager", 1),
+    ):
+        medians = of["plain"]["life_medians_ms"][name]
+        assert cells(page, line) == [f"{medians[stage]:.{digits}f} ms" for stage in stages]
+    for name, digits in (("decode step, batch of 16, graph", 2), ("prefill 3000, eager", 1)):
+        *first, last = (f"{of['hybrid']['life_medians_ms'][name][stage]:.{digits}f}" for stage in stages)
+        assert f"{', '.join(first)} and {last} ms" in words(page)
+
+
 def test_the_soak() -> None:
     page = "docs/measured.md"
     line = "requests answered, aborted as asked, failed"
