@@ -93,7 +93,7 @@ def _environment(one: PageFigures) -> Iterator[str]:
     best = max((s.best_gain for s in gains if s.best_gain is not None), default=None)
     spent_s = sum(s.gpu_s for s in one.shapes)
     yield _tiles(
-        (str(len(one.shapes)), "shapes"),
+        (str(len(one.shapes)), "shape" if len(one.shapes) == 1 else "shapes"),
         (str(sum(len(s.faster) for s in gains)), "rows faster"),
         (str(sum(len(s.baseline) for s in gains)), "kept as SGLang has it"),
         ("-" if best is None else f"{100 * best:.1f} %", "best gain"),
@@ -124,7 +124,11 @@ def _shape(one: ShapeFigures) -> Iterator[str]:
         words.append(f"pinned or imported: M = {_listed([r.M for r in one.given])}")
     if one.summary.replayed:
         words.append(f"replayed from a recording: M = {_listed(one.summary.replayed)}")
-    words.append(f"{one.candidates} trials in {one.gpu_s:.1f} GPU s")
+    replayed = sum(r.evidence.measured for r in one.measured if r.source == "replayed")
+    if replayed:
+        words.append(f"{replayed} trials on the recording")
+    if one.candidates > replayed or not replayed:
+        words.append(f"{one.candidates - replayed} trials in {one.gpu_s:.1f} GPU s")
     yield f"<p>{escape('; '.join(words))}.</p>"
     if one.measured:
         yield from _outcome(one)
@@ -132,9 +136,14 @@ def _shape(one: ShapeFigures) -> Iterator[str]:
         yield from _tried(one)
 
 
+def _served(one: ShapeFigures) -> str:
+    """What to call learned configs: rows of a recording are never served."""
+    return "found" if one.summary.replayed else "served"
+
+
 def _outcome(one: ShapeFigures) -> Iterator[str]:
     replayed = ", replayed" if one.summary.replayed else ""
-    served, serves = ("found", "found for") if replayed else ("served", "serves")
+    served, serves = _served(one), "found for" if replayed else "serves"
     figures = [
         _figure(f"Gain by M, with its interval{replayed}", _gains(one), learned="faster", kept="kept"),
         _figure(f"Time of a layer's two GEMMs, us{replayed}", _times(one), stock="SGLang's own", learned=served),
@@ -302,9 +311,10 @@ def _history(label: str, points: Sequence[tuple[float, float]]) -> Plot:
 
 
 def _table(one: ShapeFigures) -> str:
-    heads = ("M", "SGLang us", "served us", "gain", "interval", "n", "trials", "GPU s")
+    served = _served(one)
+    heads = ("M", "SGLang us", f"{served} us", "gain", "interval", "n", "trials", "GPU s")
     rows = "".join(f"<tr>{''.join(_cells(cells))}</tr>" for cells in map(_row, one.measured))
-    head = "".join(f"<th>{name}</th>" for name in heads) + '<th class="text">served: up / down</th>'
+    head = "".join(f"<th>{name}</th>" for name in heads) + f'<th class="text">{served}: up / down</th>'
     pairs = "".join(f"<li>{escape(str(pair))} ({len(ms)} M)</li>" for pair, ms in one.configs[:_SHOWN])
     return (
         f"<details><summary>The figures, and the configs by number</summary><ol>{pairs}</ol>"

@@ -481,6 +481,9 @@ def test_replayed_rows_are_called_so_and_never_counted(autotune_folder: Path) ->
     assert f"<h3>{MANY.slug}, replayed</h3>" in page
     assert "30.6 %, replayed" in page
     assert "served</i>" not in page
+    assert "<th>found us</th>" in page
+    assert "trials on the recording.</p>" in page
+    assert "trials in 0.0 GPU s" not in page
     lost = shell("forget E128 --yes").stderr
     assert "3 replayed" in lost
     assert "gains" not in lost

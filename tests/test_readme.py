@@ -128,6 +128,9 @@ def test_the_readme_counts_what_the_run_has_recorded() -> None:
     assert f"and {fresh:.1f} s longer with an empty one" in readme
     pauses = json.loads(text("docs/serving.json"))["steady"]["graphs"]["pause_ms"].values()
     assert f"{min(pauses):.0f} to {max(pauses):.0f} with 24" in readme
+    shapes = json.loads(text("docs/search_gpu.json"))["live"]
+    longest = [us / 1e3 for us in (recorded["watch"]["pass_longest_us"], shapes["pass_longest_us"])]
+    assert "Longest seen: {:.1f} ms in the run above, {:.1f} ms in".format(*longest) in readme
     two = json.loads(text("docs/ranks_gpu.json"))["tp, one compile process a rank"]["first_token"]
     median, longest = (two[name]["added_ms"]["value"] for name in ("p50", "max"))
     assert f"with two ranks {median:.2f} ms in the median, {longest:.2f} ms in the longest" in readme
